@@ -1,0 +1,140 @@
+"""What every role is: messages and time in, effects out (design.md, section 4).
+
+Rules of this package: no socket, file, clock, thread, process or log. Time comes in as an argument
+(seconds, monotonic, any origin); randomness is a function of seed, replica and step; memory comes
+from an `allocate` that the node gives. So a whole cluster runs in one thread in a test.
+
+`receive` only files what came and answers. `step` does one bounded unit of work: a mini-batch, an
+update, a portion. `due` says when `step` wants to be called: 0.0 at once, infinity never (only a
+message can change that), else a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dbctl.region import Range
+from dbctl.wire import Message, Peer, Position
+
+Array = NDArray[Any]
+
+NOW = 0.0
+NEVER = inf
+
+
+class Buffer(Protocol):
+    """A flat array that its owner writes and others map read-only; shared memory or plain."""
+
+    @property
+    def array(self) -> Array: ...
+
+
+class PlainBuffer:
+    """A buffer in this process's own memory: tests, and what never leaves the process."""
+
+    def __init__(self, n_elements: int, dtype: str) -> None:
+        self.array: Array = np.zeros(n_elements, dtype)
+
+
+Allocate = Callable[[int, str], Buffer]
+
+
+class View(NamedTuple):
+    """Elements `start` to `stop` of a buffer: the payload of a message on its sender's side.
+
+    The receiver's message holds a read-only flat array in its place.
+    """
+
+    buffer: Buffer
+    start: int
+    stop: int
+
+    @property
+    def array(self) -> Array:
+        return self.buffer.array[self.start : self.stop]
+
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line for metrics.jsonl and the progress display."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A complete cut, to be written; the writer answers with the coordinator's `saved`."""
+
+    cut: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The role's work is over."""
+
+    status: str
+    reason: str = ""
+
+
+Effect = Send | Record | Save | Done
+Effects = list[Effect]
+
+
+class Role(Protocol):
+    @property
+    def due(self) -> float: ...
+
+    def start(self, now: float) -> Effects: ...
+
+    def receive(self, now: float, sender: Peer, message: Message) -> Effects: ...
+
+    def step(self, now: float) -> Effects: ...
+
+
+# ---------------------------------------------------------------- what a worker computes
+
+
+class BatchResult(NamedTuple):
+    """One mini-batch: the sum of its rows' losses, and how many rows it had."""
+
+    loss_sum: float
+    rows: int
+
+
+Exchange = Any  # what a partition sends to and needs from the others of its replica: issue B
+
+
+class Gradient(Protocol):
+    """The gradient of the mean loss over one mini-batch, at given parameters.
+
+    `tensors` names what the worker's flat vector holds, in order. `steps_per_epoch` is how many
+    mini-batches the replica's rows make. `compute` is a generator that yields what it exchanges with
+    the other partitions (nothing when the replica is whole) and returns a BatchResult; it writes the
+    gradient into `out` (same length and dtype as `parameters`).
+    """
+
+    @property
+    def tensors(self) -> Sequence[tuple[str, Range]]: ...
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def compute(
+        self, at: Position, parameters: Array, out: Array
+    ) -> Generator[Exchange, Any, BatchResult]: ...

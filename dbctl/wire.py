@@ -1,0 +1,424 @@
+"""The messages of dbctl, and their encoding: docs/protocol.md says what each means.
+
+Rules of this file: pure; every message of the project is here; nothing is ever pickled. A ZeroMQ
+message is one header frame (msgpack of an `Envelope`) and at most one payload frame of at most
+`PIECE_BYTES`, raw little-endian elements. A payload travels in one of two ways, which the roles do
+not see: `Shared` names memory that its sender owns, `Inline` follows in pieces.
+
+Messages are totals, never changes, so that each may be lost, repeated or late (reliability.md,
+section 2). `seq` counts the pushes of one incarnation of one worker, from 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+PIECE_BYTES = 1 << 20
+
+
+class Peer(NamedTuple):
+    """Who sent a message: a node's name and which of its lives."""
+
+    node: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.node}#{self.incarnation}"
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages. A subclass with a field `payload` carries one flat array."""
+
+    carries_payload: ClassVar[bool] = False
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Where a replica stands after a step: its own steps done, its epoch, mini-batches done in it."""
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0
+
+
+class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
+    """A shard's dedup table, one worker: the last push that was applied, and where it stood."""
+
+    worker: str
+    incarnation: int
+    seq: int
+    position: Position
+
+
+class Loss(msgspec.Struct, frozen=True, array_like=True):
+    """A sum of losses over `rows` rows."""
+
+    sum: float = 0.0
+    rows: int = 0
+
+
+# ---------------------------------------------------------------- worker or reader <-> shard
+
+
+class Hello(Message, frozen=True):
+    """A reader or worker to a shard, before anything else: my first unacknowledged push is `first`."""
+
+    first: int
+
+
+class Welcome(Message, frozen=True):
+    """The answer to Hello: the shard's term, what it has applied of this worker, its version."""
+
+    term: int
+    applied: int
+    version: int
+
+
+class Fetch(Message, frozen=True):
+    """Asks for the shard's parameters, once push `after` of this worker has been applied."""
+
+    term: int
+    number: int
+    after: int
+    returned: int
+
+
+class Params(Message, frozen=True):
+    """Answers Fetch `number`: a hand-out of the current parameters, holding push `holds`.
+
+    `start` is the first element's place in the flat vector. `payload` is read-only; it does not
+    change until hand-out `handout` is returned.
+    """
+
+    term: int
+    number: int
+    handout: int
+    version: int
+    holds: int
+    start: int
+    payload: Any = None
+
+    carries_payload: ClassVar[bool] = True
+
+
+class Push(Message, frozen=True):
+    """An accrued gradient (a sum of `n_gradients`) for the shard's range, from element `start`.
+
+    `base` is the version its first gradient was computed on; `mark` asks for a cut (0 = none).
+    """
+
+    term: int
+    seq: int
+    start: int
+    base: int
+    n_gradients: int
+    position: Position
+    mark: int
+    returned: int
+    payload: Any = None
+
+    carries_payload: ClassVar[bool] = True
+
+
+class Ack(Message, frozen=True):
+    """All pushes of this worker up to `seq` were applied (or refused as non-finite) and counted."""
+
+    term: int
+    seq: int
+    version: int
+
+
+class Return(Message, frozen=True):
+    """A reader gives back every hand-out numbered up to `returned`."""
+
+    returned: int
+
+
+# ---------------------------------------------------------------- coordinator <-> worker
+
+
+class Grant(Message, frozen=True):
+    """A replica may go on to step `until`; its first push after step `mark_step` carries `mark`.
+
+    `number` grows: an older grant than the last one seen is ignored. `last`: there will be no more
+    steps; push what is unpushed and report `finished`.
+    """
+
+    number: int
+    until: int
+    last: bool = False
+    mark: int = 0
+    mark_step: int = 0
+
+
+class Halt(Message, frozen=True):
+    """Stop after the step in hand. `push`: push what is unpushed first (a run that reached its stop)."""
+
+    push: bool
+
+
+class Report(Message, frozen=True):
+    """A worker's totals since its incarnation began; also its request for a grant (`until` reached)."""
+
+    state: str  # joining | waiting | running | finished | halted
+    position: Position
+    until: int
+    pushed: int
+    acked: int
+    examples: int
+    gradients: int
+    epoch_loss: Loss
+    last_epoch_loss: Loss
+    compute_s: float
+    fetch_wait_s: float
+    push_wait_s: float
+    bytes_pushed: int
+    bytes_fetched: int
+    refused: int
+    refused_in_a_row: int
+    refused_where: str = ""
+
+
+# ---------------------------------------------------------------- coordinator <-> shard
+
+
+class ShardReport(Message, frozen=True):
+    """A shard's totals, its dedup table, and the staleness of pushes: (worker, staleness, count)."""
+
+    term: int
+    version: int
+    updates: int
+    bytes_in: int
+    bytes_out: int
+    refused: int
+    table: tuple[WorkerRow, ...]
+    staleness: tuple[tuple[str, int, int], ...]
+
+
+class Cut(Message, frozen=True):
+    """Hand out a cut `number` now: nothing is in flight (end of a run)."""
+
+    number: int
+
+
+class CutPart(Message, frozen=True):
+    """One vector of a shard's cut: `vector` is `parameters` or the name of an optimiser state.
+
+    `of` vectors in all make the shard's cut. The payload is read-only until `handout` is returned.
+    """
+
+    number: int
+    vector: str
+    of: int
+    handout: int
+    start: int
+    version: int
+    table: tuple[WorkerRow, ...]
+    payload: Any = None
+
+    carries_payload: ClassVar[bool] = True
+
+
+class Gone(Message, frozen=True):
+    """An incarnation is over: forget its hand-outs, ignore what still comes of it."""
+
+    node: str
+    incarnation: int
+
+
+# ---------------------------------------------------------------- coordinator <-> evaluator
+
+
+class Evaluate(Message, frozen=True):
+    """Measure the shards' parameters on rows `part`, `part + of`, ... of the split."""
+
+    number: int
+    part: int = 0
+    of: int = 1
+    predictions: bool = False
+
+
+class Evaluated(Message, frozen=True):
+    """Sums and counts over the evaluator's rows; `correct`, `top5`, `confusion` empty or -1 if none.
+
+    `confusion` is row-major (true class, predicted class); empty above 1,000 classes.
+    """
+
+    number: int
+    part: int
+    version: int
+    loss: Loss
+    correct: int
+    top5: int
+    classes: int
+    confusion: tuple[int, ...] = ()
+
+
+class Predictions(Message, frozen=True):
+    """A bounded piece of an evaluation: row numbers, true labels, predicted labels, probability."""
+
+    number: int
+    rows: tuple[int, ...]
+    labels: tuple[float, ...]
+    predicted: tuple[float, ...]
+    scores: tuple[float, ...]
+
+
+# ---------------------------------------------------------------- every node <-> agent <-> controller
+
+
+class Ready(Message, frozen=True):
+    """A node listens on `endpoint` and its role is built."""
+
+    endpoint: str
+    pid: int
+
+
+class Peers(Message, frozen=True):
+    """Where the nodes that this one talks to listen: (node, incarnation, endpoint)."""
+
+    nodes: tuple[tuple[str, int, str], ...]
+
+
+class Beat(Message, frozen=True):
+    """Sent each second by the link thread; `steps` counts what the loop has done."""
+
+    number: int
+    steps: int
+    rss_bytes: int
+
+
+class Lease(Message, frozen=True):
+    """The answer to Beat `number`: valid from when that beat was *sent*, on its sender's own clock."""
+
+    number: int
+
+
+class Finish(Message, frozen=True):
+    """The node's work is over: close and exit with status 0."""
+
+
+class Failed(Message, frozen=True):
+    """A node's own word about why it ends."""
+
+    what: str
+
+
+class Start(Message, frozen=True):
+    """Controller to agent: start this node. `spec` goes to its standard input."""
+
+    node: str
+    incarnation: int
+    argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    spec: str
+    nice: int = 0
+
+
+class Started(Message, frozen=True):
+    node: str
+    incarnation: int
+    pid: int
+
+
+class Exited(Message, frozen=True):
+    """Agent to controller: `status` as Popen.returncode (negative = signal), with the log's tail."""
+
+    node: str
+    incarnation: int
+    status: int
+    log_tail: str
+    word: str = ""
+
+
+class Kill(Message, frozen=True):
+    """Controller to agent: end this node's process group. `gently`: SIGTERM first."""
+
+    node: str
+    incarnation: int
+    gently: bool = False
+
+
+AnyMessage = (
+    Hello | Welcome | Fetch | Params | Push | Ack | Return
+    | Grant | Halt | Report
+    | ShardReport | Cut | CutPart | Gone
+    | Evaluate | Evaluated | Predictions
+    | Ready | Peers | Beat | Lease | Finish | Failed
+    | Start | Started | Exited | Kill
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- the envelope
+
+
+class Shared(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A payload in its sender's memory: /proc/`pid`/fd/`fd`, checked by inode and size."""
+
+    pid: int
+    fd: int
+    inode: int
+    size_bytes: int
+    offset_bytes: int
+    n_elements: int
+    dtype: str
+
+
+class Inline(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A payload that follows in pieces: this frame holds piece `piece` of `of` of message `serial`."""
+
+    serial: int
+    piece: int
+    of: int
+    n_elements: int
+    dtype: str
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """The header frame: who sends what to whom in which run."""
+
+    version: int
+    run: str
+    sender: str
+    incarnation: int
+    to: str
+    message: AnyMessage
+    payload: Shared | Inline | None = None
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.sender, self.incarnation)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+class WireError(ValueError):
+    """A frame that is no envelope of this protocol version."""
+
+
+def encode(envelope: Envelope) -> bytes:
+    """The header frame. The message's own `payload` must have been taken out (`without_payload`)."""
+    return _encoder.encode(envelope)
+
+
+def decode(frame: bytes | memoryview) -> Envelope:
+    """The envelope in a header frame; WireError says what is wrong with it."""
+    try:
+        envelope = _decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
+    if envelope.version != PROTOCOL_VERSION:
+        raise WireError(f"protocol {envelope.version}, expected {PROTOCOL_VERSION}")
+    return envelope
+
+
+def without_payload(message: Message) -> Message:
+    return msgspec.structs.replace(message, payload=None) if message.carries_payload else message
+
+
+def with_payload(message: Message, payload: object) -> Message:
+    return msgspec.structs.replace(message, payload=payload)
