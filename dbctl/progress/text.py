@@ -1,0 +1,154 @@
+"""What is said of a run: the figures of one moment, of its end, and how they read.
+
+Rules of this file: pure; text and numbers only. Foreign text (paths, log tails, words of peers)
+goes through `printable` before it is shown, so that no control sequence reaches a terminal. What
+was not measured is None, and so is what is not a number in JSON.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A run at one moment. `epochs` may be a fraction; shares and accuracies are 0 to 1.
+
+    A total is None where the experiment sets no such limit, a figure where it is not known yet.
+    """
+
+    steps: int
+    total_steps: int | None = None
+    epochs: float
+    total_epochs: float | None = None
+    loss: float | None = None
+    test_accuracy: float | None = None
+    examples: int
+    examples_per_second: float
+    staleness_mean: float | None = None
+    fetch_wait_share: float | None = None
+    replicas_live: int
+    replicas: int
+
+    @property
+    def fraction(self) -> float | None:
+        """How much is done, 0 to 1, by whichever limit comes first; None without a limit."""
+        parts = []
+        if self.total_steps:
+            parts.append(self.steps / self.total_steps)
+        if self.total_epochs:
+            parts.append(self.epochs / self.total_epochs)
+        return min(max(parts), 1.0) if parts else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The end of a run; None: not measured. `notes` are what the last line must say besides."""
+
+    run_dir: str
+    status: str
+    steps: int
+    epochs: float
+    examples: int
+    seconds: float
+    examples_per_second: float | None = None
+    train_loss: float | None = None
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def describe_place(snapshot: Snapshot) -> str:
+    """Epochs and steps done, with their limits where they are set."""
+    s = snapshot
+    epochs = f"/{s.total_epochs:g}" if s.total_epochs else ""
+    steps = f"/{s.total_steps:,}" if s.total_steps else ""
+    return f"epoch {s.epochs:.2f}{epochs}  step {s.steps:,}{steps}"
+
+
+def describe_figures(snapshot: Snapshot) -> str:
+    """The figures, the most wanted first: a narrow terminal cuts the tail."""
+    s = snapshot
+    parts = [f"loss {_number(s.loss)}"]
+    if s.test_accuracy is not None:
+        parts.append(f"accuracy {_percent(s.test_accuracy, 2)}")
+    parts.append(f"{s.examples_per_second:,.0f} examples/s")
+    if s.staleness_mean is not None:
+        parts.append(f"staleness {s.staleness_mean:.2f}")
+    if s.fetch_wait_share is not None:
+        parts.append(f"fetch wait {_percent(s.fetch_wait_share, 0)}")
+    if s.replicas_live < s.replicas:
+        parts.append(f"{s.replicas_live} of {s.replicas} replicas")
+    return "  ".join(parts)
+
+
+def describe_summary(summary: Summary) -> str:
+    """The results line: one line, whatever the notes hold."""
+    s = summary
+    speed = f" ({s.examples_per_second:,.0f} examples/s)" if s.examples_per_second else ""
+    parts = [
+        f"{s.status}: {s.steps:,} steps, {s.epochs:.2f} epochs, {s.examples:,} examples "
+        f"in {s.seconds:.1f} s{speed}"
+    ]
+    if s.train_loss is not None:
+        parts.append(f"train loss {_number(s.train_loss)}")
+    if s.test_loss is not None:
+        parts.append(f"test loss {_number(s.test_loss)}")
+    if s.test_accuracy is not None:
+        parts.append(f"test accuracy {_percent(s.test_accuracy, 2)}")
+    parts += [*s.notes, s.run_dir]
+    return printable(" · ".join(parts)).replace("\n", "\\n")
+
+
+def describe_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _percent(share: float, digits: int) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def printable(text: str) -> str:
+    """`text` with everything that could drive a terminal escaped; line ends and tabs stay.
+
+    Control and format characters (ESC, CR, bidirectional marks), line separators and lone
+    surrogates become `\\xNN`, `\\uNNNN` or `\\UNNNNNNNN`.
+    """
+    return "".join(_escaped(c) if _drives(c) else c for c in text)
+
+
+def _drives(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def _escaped(character: str) -> str:
+    if ord(character) < 0x80:
+        return f"\\x{ord(character):02x}"
+    return character.encode("ascii", "backslashreplace").decode()
+
+
+def to_json(value: Any) -> Any:
+    """`value` as JSON holds it: NaN and infinity are null, numpy scalars numbers, the rest text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if hasattr(value, "item"):
+        return to_json(value.item())
+    return str(value)
