@@ -10,8 +10,8 @@
      +-- CheckpointError        1     a checkpoint: incomplete, damaged, of another model
      +-- RunError               1     the run: it began and could not go on
 
-Rules of this file: a class holds the parts of its message, ``__str__`` builds the sentence: what was
-expected, what was found, where, what to do; lower case, no full stop. Programming errors are
+Rules of this file: a class holds the parts of its message, ``__str__`` builds the sentence: what
+was expected, what was found, where, what to do; lower case, no full stop. Programming errors are
 assertions and are never caught.
 """
 
@@ -127,3 +127,9 @@ class CheckpointError(DbctlError):
 
 class RunError(DbctlError):
     pass
+
+
+def reason(error: OSError) -> str:
+    """What the system said, as half a sentence: `no space left on device (manifest.json)`."""
+    text = (error.strerror or str(error) or type(error).__name__).lower()
+    return f"{text} ({error.filename})" if error.filename else text

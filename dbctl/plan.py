@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dbctl.wire import Position
+from dbctl.wire import BEGINNING, Position
 
 
 class ShardSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -39,6 +39,6 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     partition: int = 0
     restore: str = ""
     statistics: str = ""  # standardize: the run directory's file of means and deviations
-    position: Position = Position()
+    position: Position = BEGINNING
     split: str = "test"
     factory: str = ""  # tests: module:function that builds the role instead of dbctl's own

@@ -1,13 +1,14 @@
 """Boxes and ranges: half-open regions in integers, and nothing else.
 
-Rules of this file: only integers, no numpy, no knowledge of layers. A `Range` is a slice of the flat
-parameter vector, a `Box` a region of a layer's nodes (design.md, section 2: words).
+Rules of this file: only integers, no numpy, no knowledge of layers. A `Range` is a slice of the
+flat parameter vector, a `Box` a region of a layer's nodes (docs/architecture.md, words).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 
@@ -49,12 +50,12 @@ class Range:
         """
         units = -(-len(self) // align)
         cuts = [min(self.start + units * i // count * align, self.stop) for i in range(count + 1)]
-        return [Range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [Range(a, b) for a, b in pairwise(cuts)]
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Box:
-    """A half-open region of a layer's nodes: one (start, stop) a dimension, in the layer's order."""
+    """A half-open region of a layer's nodes: one (start, stop) a dimension."""
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
@@ -107,13 +108,11 @@ class Box:
         return boxes
 
     def _split_axis(self, axis: int, count: int) -> list[Box]:
-        cuts = [
-            self.starts[axis] + self.shape[axis] * i // count for i in range(count + 1)
-        ]
+        cuts = [self.starts[axis] + self.shape[axis] * i // count for i in range(count + 1)]
         return [
             Box(
-                self.starts[:axis] + (a,) + self.starts[axis + 1 :],
-                self.stops[:axis] + (b,) + self.stops[axis + 1 :],
+                (*self.starts[:axis], a, *self.starts[axis + 1 :]),
+                (*self.stops[:axis], b, *self.stops[axis + 1 :]),
             )
-            for a, b in zip(cuts, cuts[1:], strict=False)
+            for a, b in pairwise(cuts)
         ]

@@ -36,11 +36,14 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Where a replica stands after a step: its own steps done, its epoch, mini-batches done in it."""
+    """Where a replica stands: its own steps done, its epoch, mini-batches done in that epoch."""
 
     step: int = 0
     epoch: int = 0
     index: int = 0
+
+
+BEGINNING = Position()
 
 
 class WorkerRow(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +66,7 @@ class Loss(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(Message, frozen=True):
-    """A reader or worker to a shard, before anything else: my first unacknowledged push is `first`."""
+    """Said to a shard before anything else: my first unacknowledged push is `first`."""
 
     first: int
 
@@ -154,13 +157,13 @@ class Grant(Message, frozen=True):
 
 
 class Halt(Message, frozen=True):
-    """Stop after the step in hand. `push`: push what is unpushed first (a run that reached its stop)."""
+    """Stop after the step in hand. `push`: push what is unpushed first (`stop` was reached)."""
 
     push: bool
 
 
 class Report(Message, frozen=True):
-    """A worker's totals since its incarnation began; also its request for a grant (`until` reached)."""
+    """A worker's totals since its incarnation began; also its request for a grant."""
 
     state: str  # joining | waiting | running | finished | halted
     position: Position
@@ -185,7 +188,7 @@ class Report(Message, frozen=True):
 
 
 class ShardReport(Message, frozen=True):
-    """A shard's totals, its dedup table, and the staleness of pushes: (worker, staleness, count)."""
+    """A shard's totals, its dedup table, and staleness counts: (worker, staleness, count)."""
 
     term: int
     version: int
@@ -241,7 +244,7 @@ class Evaluate(Message, frozen=True):
 
 
 class Evaluated(Message, frozen=True):
-    """Sums and counts over the evaluator's rows; `correct`, `top5`, `confusion` empty or -1 if none.
+    """Sums and counts over the evaluator's rows; `correct` and `top5` are -1 for float targets.
 
     `confusion` is row-major (true class, predicted class); empty above 1,000 classes.
     """
@@ -266,7 +269,7 @@ class Predictions(Message, frozen=True):
     scores: tuple[float, ...]
 
 
-# ---------------------------------------------------------------- every node <-> agent <-> controller
+# ------------------------------------------------------------ every node <-> agent <-> controller
 
 
 class Ready(Message, frozen=True):
@@ -291,7 +294,7 @@ class Beat(Message, frozen=True):
 
 
 class Lease(Message, frozen=True):
-    """The answer to Beat `number`: valid from when that beat was *sent*, on its sender's own clock."""
+    """The answer to Beat `number`: valid from when that beat was *sent*, on its sender's clock."""
 
     number: int
 
@@ -324,7 +327,7 @@ class Started(Message, frozen=True):
 
 
 class Exited(Message, frozen=True):
-    """Agent to controller: `status` as Popen.returncode (negative = signal), with the log's tail."""
+    """Agent to controller: `status` as Popen.returncode (negative = signal), the log's tail."""
 
     node: str
     incarnation: int
@@ -367,7 +370,7 @@ class Shared(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Inline(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A payload that follows in pieces: this frame holds piece `piece` of `of` of message `serial`."""
+    """A payload in pieces: this frame holds piece `piece` of `of` of message `serial`."""
 
     serial: int
     piece: int
@@ -400,8 +403,12 @@ class WireError(ValueError):
     """A frame that is no envelope of this protocol version."""
 
 
+class VersionError(WireError):
+    """An envelope of another protocol version."""
+
+
 def encode(envelope: Envelope) -> bytes:
-    """The header frame. The message's own `payload` must have been taken out (`without_payload`)."""
+    """The header frame; the message's own `payload` was taken out (`without_payload`)."""
     return _encoder.encode(envelope)
 
 
@@ -409,10 +416,10 @@ def decode(frame: bytes | memoryview) -> Envelope:
     """The envelope in a header frame; WireError says what is wrong with it."""
     try:
         envelope = _decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
     if envelope.version != PROTOCOL_VERSION:
-        raise WireError(f"protocol {envelope.version}, expected {PROTOCOL_VERSION}")
+        raise VersionError(f"protocol {envelope.version}, expected {PROTOCOL_VERSION}")
     return envelope
 
 

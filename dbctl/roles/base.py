@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbctl.region import Range
-from dbctl.wire import Message, Peer, Position
+from dbctl.wire import Message, Peer, Position, Predictions
 
 Array = NDArray[Any]
 
@@ -124,9 +124,9 @@ class Gradient(Protocol):
     """The gradient of the mean loss over one mini-batch, at given parameters.
 
     `tensors` names what the worker's flat vector holds, in order. `steps_per_epoch` is how many
-    mini-batches the replica's rows make. `compute` is a generator that yields what it exchanges with
-    the other partitions (nothing when the replica is whole) and returns a BatchResult; it writes the
-    gradient into `out` (same length and dtype as `parameters`).
+    mini-batches the replica's rows make. `compute` is a generator that yields what it exchanges
+    with the other partitions (nothing when the replica is whole) and returns a BatchResult; it
+    writes the gradient into `out` (same length and dtype as `parameters`).
     """
 
     @property
@@ -138,3 +138,36 @@ class Gradient(Protocol):
     def compute(
         self, at: Position, parameters: Array, out: Array
     ) -> Generator[Exchange, Any, BatchResult]: ...
+
+
+# ------------------------------------------------------------------- what an evaluator computes
+
+
+class Tally(NamedTuple):
+    """Sums and counts over the rows measured; `correct` and `top5` are -1 for float targets."""
+
+    loss_sum: float
+    rows: int
+    correct: int
+    top5: int
+    classes: int
+    confusion: tuple[int, ...]
+
+
+class Measure(Protocol):
+    """A split's rows and a forward pass over rows `part`, `part + of`, ... in batches.
+
+    `begin` forgets the last tally and says how many batches there are; `measure` takes one, and
+    with `predictions` it gives its rows as one message as well.
+    """
+
+    @property
+    def n_parameters(self) -> int: ...
+
+    def begin(self, part: int, of: int) -> int: ...
+
+    def measure(
+        self, index: int, parameters: Array, *, number: int, predictions: bool
+    ) -> Predictions | None: ...
+
+    def tally(self) -> Tally: ...

@@ -1,0 +1,390 @@
+"""The Downpour SGD client: one model replica's loop (paper A, section 4.1 and appendix 7.1).
+
+Rules of this file: pure (roles/base.py). Theory of operation, with `step` from 0:
+
+    if step mod n_fetch == 0: fetch             overlap: asked for one step earlier
+    g          <- gradient(parameters, next mini-batch)
+    accrued    <- accrued + g                   in a push slot
+    parameters <- parameters - alpha g          skipped when a fetch replaces them anyway
+    if step mod n_push == 0: push accrued
+    step       <- step + 1
+
+A worker is in one phase at a time; `_enter` is the table. Ours: alpha is the rule's rate at the
+version last fetched; with overlap the answer names the worker's last push that it holds, and the
+rest is subtracted while copying (docs/paper.md, A2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import isfinite
+
+import numpy as np
+
+from dbctl.optim.gradients import accrue, accrue_and_step, clip, first_bad, is_finite, local_step
+from dbctl.plan import ShardSpan
+from dbctl.region import Range
+from dbctl.roles.base import (
+    NEVER,
+    NOW,
+    Allocate,
+    BatchResult,
+    Buffer,
+    Done,
+    Effects,
+    Gradient,
+    Send,
+    View,
+)
+from dbctl.roles.shard import CONTROLLER
+from dbctl.roles.totals import Totals
+from dbctl.roles.worker import Channel, Slots
+from dbctl.wire import BEGINNING, Finish, Grant, Halt, Message, Peer, Position, Push
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownpourStart:
+    """What a worker begins with. `rate(n)` is the rule's rate at a shard's n-th update."""
+
+    gradient: Gradient
+    shards: Sequence[ShardSpan]
+    rate: Callable[[int], float]
+    n_fetch: int = 1
+    n_push: int = 1
+    overlap: bool = True
+    clip: float | None = None
+    slots: int = 2
+    position: Position = BEGINNING
+    dtype: str = "float32"
+
+
+class Phase(Enum):
+    JOINING = "joining"  # not all shards have welcomed us
+    IDLE = "waiting"  # for a grant
+    FETCHING = "fetching"  # for answers
+    SLOT = "slot"  # for an acknowledgement that frees a push slot
+    COMPUTE = "compute"
+    COMPUTED = "computed"  # push what is due
+    FLUSH = "flush"  # for the last acknowledgements
+    FINISHED = "finished"
+    HALTED = "halted"
+
+
+_AT_REST = {Phase.IDLE: "waiting", Phase.FINISHED: "finished", Phase.HALTED: "halted"}
+_REPORT_S = 0.5
+
+
+class Downpour:
+    def __init__(self, start: DownpourStart, *, allocate: Allocate, resend_s: float = 0.25) -> None:
+        self._start = start
+        self._gradient = start.gradient
+        n_elements = start.gradient.tensors[-1][1].stop
+        self._channels = [
+            Channel(s.node, Range(s.start, s.stop), resend_s=resend_s) for s in start.shards
+        ]
+        self._by_shard = {channel.shard: channel for channel in self._channels}
+        self._slots = Slots(start.slots, n_elements, dtype=start.dtype, allocate=allocate)
+        self.parameters = np.zeros(n_elements, start.dtype)
+        # A gradient that must be looked at before it is added: clipping, or a later one of a push.
+        self._scratch = np.zeros(n_elements if start.n_push > 1 else 0, start.dtype)
+        self._slot: Buffer | None = None
+        self._n_accrued = 0
+        self._bases: list[int] = []
+        self._pushed = 0
+        self.at = start.position
+        self._phase = Phase.JOINING
+        self._fresh = True  # the next step begins with a fetch, whatever its number
+        self._grant = Grant(0, start.position.step)
+        self._granted_from = start.position.step
+        self._halt: Halt | None = None
+        self._mark: tuple[int, int] | None = None
+        self._marked = 0
+        self._result = BatchResult(0.0, 0)
+        self._since = 0.0
+        self._report_at = NEVER
+        self._asked_at = -1
+        self._started = False
+        self._totals = Totals()
+
+    # ---------------------------------------------------------------------------------- messages
+
+    @property
+    def due(self) -> float:
+        if self._runnable():
+            return NOW
+        timers = min(channel.due for channel in self._channels)
+        return min(timers, self._report_at)
+
+    def start(self, now: float) -> Effects:
+        self._report_at = now + _REPORT_S
+        return [effect for channel in self._channels for effect in channel.hello(now)]
+
+    def receive(self, now: float, sender: Peer, message: Message) -> Effects:
+        match message:
+            case Grant():
+                return self._on_grant(now, message)
+            case Halt():
+                self._halt = self._halt or message
+                return []
+            case Finish():
+                return [Done("finished")]
+        channel = self._by_shard.get(sender.node)
+        if channel is not None:
+            channel.receive(now, message)
+        return []
+
+    def _on_grant(self, now: float, grant: Grant) -> Effects:
+        if grant.number <= self._grant.number:
+            return []
+        self._granted_from = self.at.step
+        self._grant = grant
+        if grant.mark > self._marked:
+            self._mark = (grant.mark, grant.mark_step)
+        if self._phase is Phase.FINISHED and grant.until > self.at.step:
+            self._phase, self._since = Phase.IDLE, now
+        return []
+
+    # -------------------------------------------------------------------------------------- work
+
+    def _runnable(self) -> bool:
+        match self._phase:
+            case Phase.JOINING:
+                return all(channel.term for channel in self._channels)
+            case Phase.IDLE:
+                return self._must_end() or self.at.step < self._grant.until
+            case Phase.FETCHING:
+                return all(channel.answer is not None for channel in self._channels)
+            case Phase.SLOT:
+                return self._slot is not None or self._slots.available(self._acked())
+            case Phase.COMPUTE | Phase.COMPUTED:
+                return True
+            case Phase.FLUSH:
+                return self._acked() >= self._pushed
+            case Phase.FINISHED:
+                return self._halt is not None
+            case Phase.HALTED:
+                return False
+
+    def _must_end(self) -> bool:
+        if self._halt is not None:
+            return True
+        return self._grant.last and self.at.step >= self._grant.until
+
+    def _acked(self) -> int:
+        return min(channel.acked for channel in self._channels)
+
+    def step(self, now: float) -> Effects:
+        """Goes on until a phase waits, something is to be sent, or a batch is computed."""
+        effects: Effects = []
+        for channel in self._channels:
+            if now >= channel.due:
+                effects += channel.resend(now)
+        while not effects and self._runnable():
+            if self._phase is Phase.COMPUTE:
+                self._compute()
+                break
+            effects += self._enter(now)
+        if now >= self._report_at:
+            effects += self._report(now)
+        return effects
+
+    def _enter(self, now: float) -> Effects:
+        match self._phase:
+            case Phase.JOINING:
+                self._phase = Phase.IDLE
+                return self._report(now)
+            case Phase.IDLE:
+                if self._must_end():
+                    return self._flush(now)
+                return self._begin_step(now)
+            case Phase.FETCHING:
+                effects = self._copy_answers(now)
+                self._phase, self._since = Phase.SLOT, now
+                return effects
+            case Phase.SLOT:
+                self._totals.push_wait_s += now - self._since
+                if self._halt is not None:
+                    return self._flush(now)
+                self._slot = self._slot or self._slots.take()
+                effects = self._ask_ahead(now)
+                self._phase, self._since = Phase.COMPUTE, now
+                return effects
+            case Phase.COMPUTED:
+                return self._end_step(now)
+            case Phase.FLUSH:
+                self._phase = Phase.FINISHED if self._halt is None else Phase.HALTED
+                return self._report(now)
+            case Phase.FINISHED:
+                return self._flush(now)
+            case _:
+                raise AssertionError(self._phase)
+
+    # ---------------------------------------------------------------------------- one step's parts
+
+    def _begin_step(self, now: float) -> Effects:
+        self._since = now
+        fetch = self._fresh or self.at.step % self._start.n_fetch == 0
+        if not fetch and not any(channel.asked for channel in self._channels):
+            self._phase = Phase.SLOT
+            return []
+        self._phase = Phase.FETCHING
+        self._fresh = False
+        return self._ask(now, after=self._pushed)
+
+    def _ask(self, now: float, *, after: int) -> Effects:
+        effects: Effects = []
+        for channel in self._channels:
+            if not channel.asked:
+                effects += channel.ask(now, after=after)
+        return effects
+
+    def _ask_ahead(self, now: float) -> Effects:
+        """With overlap, the fetch of the next step: it must hold the last push but one."""
+        ahead = self._start.overlap and (self.at.step + 1) % self._start.n_fetch == 0
+        return self._ask(now, after=self._pushed - 1) if ahead else []
+
+    def _copy_answers(self, now: float) -> Effects:
+        self._totals.fetch_wait_s += now - self._since
+        effects: Effects = []
+        for channel in self._channels:
+            answer = channel.answer
+            assert answer is not None
+            local = self.parameters[channel.span.slice()]
+            np.copyto(local, answer.payload)
+            self._totals.bytes_fetched += local.nbytes
+            effects += channel.give_back()
+            if self._start.overlap:
+                self._subtract_later(channel, answer.holds)
+        return effects
+
+    def _subtract_later(self, channel: Channel, holds: int) -> None:
+        """Reads our own writes: pushes that the answer does not hold, and what is accrued."""
+        alpha = self._start.rate(channel.version)
+        later = self._slots.later_than(holds)
+        if self._n_accrued and self._slot is not None:
+            later.append(self._slot)
+        at = channel.span.slice()
+        for buffer in later:
+            local_step(self.parameters[at], buffer.array[at], alpha)
+
+    def _compute(self) -> None:
+        assert self._slot is not None
+        out = self._slot.array if self._n_accrued == 0 else self._scratch
+        work = self._gradient.compute(self.at, self.parameters, out)
+        try:
+            next(work)
+            raise AssertionError("a whole replica exchanges nothing")
+        except StopIteration as end:
+            self._result = end.value
+        self._phase = Phase.COMPUTED
+        if self._n_accrued == 0 and self._result.rows:
+            self._bases = [channel.version for channel in self._channels]
+        if not (isfinite(self._result.loss_sum) and is_finite(out)):
+            self._refuse(out)
+            return
+        if self._start.clip is not None:
+            clip(out, [span for _, span in self._gradient.tensors], self._start.clip)
+        self._accrue(out)
+        self._totals.accepted(self._result)
+
+    def _refuse(self, out: np.ndarray) -> None:
+        """A non-finite gradient goes nowhere (reliability.md, G14); the next step fetches anew."""
+        where = first_bad(out, self._gradient.tensors) or "the loss"
+        self._totals.refused_one(f"step {self.at.step}, {where}")
+        self._fresh = True
+
+    def _accrue(self, out: np.ndarray) -> None:
+        first = self._n_accrued == 0
+        self._n_accrued += 1
+        stepping = (self.at.step + 1) % self._start.n_fetch != 0 and not self._fresh
+        if not stepping:
+            if not first:
+                assert self._slot is not None
+                accrue(self._slot.array, out)
+            return
+        for channel in self._channels:
+            at = channel.span.slice()
+            alpha = self._start.rate(channel.version)
+            if first:
+                local_step(self.parameters[at], out[at], alpha)
+            else:
+                assert self._slot is not None
+                accrue_and_step(self._slot.array[at], out[at], self.parameters[at], rate=alpha)
+
+    def _end_step(self, now: float) -> Effects:
+        self._totals.compute_s += now - self._since
+        step, spe = self.at.step, self._gradient.steps_per_epoch
+        epoch, index = self.at.epoch, self.at.index + 1
+        if index >= spe:
+            epoch, index = epoch + 1, 0
+            self._totals.end_epoch()
+        self.at = Position(step + 1, epoch, index)
+        self._phase = Phase.IDLE
+        effects = self._push(now) if step % self._start.n_push == 0 else []
+        if self._wants_report() or not self._runnable():
+            effects += self._report(now)
+        return effects
+
+    def _wants_report(self) -> bool:
+        """At once: the first step, a refused gradient, half of the grant used."""
+        if not self._started or self._totals.news:
+            self._started, self._totals.news = True, False
+            return True
+        half = (self._granted_from + self._grant.until) // 2
+        if self.at.step < half or self._asked_at == self._grant.number or self._grant.last:
+            return False
+        self._asked_at = self._grant.number
+        return True
+
+    def _push(self, now: float) -> Effects:
+        if self._n_accrued == 0:
+            return []  # every gradient was refused: no push, no seq; the next carries the position
+        assert self._slot is not None
+        self._pushed += 1
+        self._slots.pushed(self._slot, self._pushed)
+        mark = 0
+        if self._mark is not None and self.at.step >= self._mark[1]:
+            mark = self._marked = self._mark[0]
+            self._mark = None
+        effects: Effects = []
+        for channel, base in zip(self._channels, self._bases, strict=True):
+            span = channel.span
+            push = Push(
+                channel.term,
+                self._pushed,
+                span.start,
+                base,
+                self._n_accrued,
+                self.at,
+                mark,
+                channel.returned,
+                View(self._slot, span.start, span.stop),
+            )
+            effects += channel.push(now, push)
+            self._totals.bytes_pushed += len(span) * self.parameters.itemsize
+        self._slot = None
+        self._n_accrued = 0
+        return effects
+
+    def _flush(self, now: float) -> Effects:
+        """The end: at its stop a run pushes what is unpushed; stopped by a signal it does not."""
+        push = self._halt is None or self._halt.push
+        effects = self._push(now) if push else []
+        self._phase, self._since = Phase.FLUSH, now
+        return effects
+
+    # ----------------------------------------------------------------------------------- reports
+
+    def _report(self, now: float) -> Effects:
+        self._report_at = now + _REPORT_S
+        state = "joining" if self._phase is Phase.JOINING else "running"
+        report = self._totals.report(
+            _AT_REST.get(self._phase, state),
+            self.at,
+            until=self._grant.until,
+            pushed=self._pushed,
+            acked=self._acked(),
+        )
+        return [Send(CONTROLLER, report)]

@@ -1,0 +1,94 @@
+"""Evaluations under way: asked of every evaluator, summed, one at a time.
+
+Rules of this file: pure. Theory of operation: evaluation n is rows `part`, `part + of`, ... for
+each of the evaluators; it is complete when all have answered. A repeated answer is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dbctl.wire import Evaluate, Evaluated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One complete evaluation. `accuracy` and `top5` are None for float targets."""
+
+    number: int
+    rows: int
+    loss: float
+    accuracy: float | None
+    top5: float | None
+    classes: int
+    confusion: tuple[int, ...]
+    version: int
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "examples": self.rows,
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "top5": self.top5,
+            "version": self.version,
+        }
+
+
+class Evaluations:
+    def __init__(self, evaluators: Sequence[str], *, predictions: bool = False) -> None:
+        self._evaluators = list(evaluators)
+        self._predictions = predictions
+        self._number = 0
+        self._answers: dict[str, Evaluated] = {}
+        self.busy = False
+
+    def __bool__(self) -> bool:
+        return bool(self._evaluators)
+
+    def lose(self, evaluator: str) -> None:
+        """An evaluator died: what it was to measure is not measured."""
+        self._evaluators = [name for name in self._evaluators if name != evaluator]
+        self.busy = False
+
+    def begin(self) -> dict[str, Evaluate]:
+        assert not self.busy
+        self._number += 1
+        self._answers = {}
+        self.busy = True
+        return self.pending()
+
+    def pending(self) -> dict[str, Evaluate]:
+        """What each evaluator still owes; sent again until it answers."""
+        if not self.busy:
+            return {}
+        return {
+            name: Evaluate(self._number, part, len(self._evaluators), self._predictions)
+            for part, name in enumerate(self._evaluators)
+            if name not in self._answers
+        }
+
+    def add(self, evaluator: str, answer: Evaluated) -> Measured | None:
+        if not self.busy or answer.number != self._number or evaluator not in self._evaluators:
+            return None
+        self._answers[evaluator] = answer
+        if len(self._answers) < len(self._evaluators):
+            return None
+        self.busy = False
+        return self._sum([self._answers[name] for name in self._evaluators])
+
+    def _sum(self, answers: Sequence[Evaluated]) -> Measured:
+        rows = sum(a.loss.rows for a in answers)
+        labelled = all(a.correct >= 0 for a in answers) and rows > 0
+        confusion = [a.confusion for a in answers if a.confusion]
+        return Measured(
+            number=self._number,
+            rows=rows,
+            loss=sum(a.loss.sum for a in answers) / max(1, rows),
+            accuracy=sum(a.correct for a in answers) / rows if labelled else None,
+            top5=sum(a.top5 for a in answers) / rows if labelled else None,
+            classes=answers[0].classes,
+            confusion=tuple(sum(column) for column in zip(*confusion, strict=True)),
+            version=max(a.version for a in answers),
+        )

@@ -1,0 +1,139 @@
+"""The evaluator: one more replica that only measures (design: Evaluator; paper A, section 5).
+
+Rules of this file: pure (roles/base.py). Theory of operation: asked to Evaluate, it fetches from
+every shard, copies and gives back at once, then measures one batch a step and answers with sums and
+counts. Accuracy is measured on the servers' parameters, never on a replica's copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dbctl.plan import ShardSpan
+from dbctl.region import Range
+from dbctl.roles.base import NOW, Done, Effects, Measure, Send
+from dbctl.roles.shard import CONTROLLER
+from dbctl.roles.worker import Channel, Timer
+from dbctl.wire import Evaluate, Evaluated, Finish, Loss, Message, Peer
+
+
+class Evaluator:
+    def __init__(
+        self,
+        measure: Measure,
+        shards: Sequence[ShardSpan],
+        *,
+        dtype: str = "float32",
+        resend_s: float = 0.25,
+    ) -> None:
+        self._measure = measure
+        self._channels = [
+            Channel(s.node, Range(s.start, s.stop), resend_s=resend_s) for s in shards
+        ]
+        self._by_shard = {channel.shard: channel for channel in self._channels}
+        self._parameters = np.zeros(measure.n_parameters, dtype)
+        self._asked: Evaluate | None = None  # to be answered; None: at rest
+        self._fetched = False
+        self._index = 0
+        self._n_batches = 0
+        self._version = 0
+        self._answer: Evaluated | None = None
+        self._answer_timer = Timer(2 * resend_s)
+
+    @property
+    def due(self) -> float:
+        if self._asked is not None and (self._fetched or self._can_copy() or self._can_ask()):
+            return NOW
+        return min(self._answer_timer.at, *(channel.due for channel in self._channels))
+
+    def start(self, now: float) -> Effects:
+        return [effect for channel in self._channels for effect in channel.hello(now)]
+
+    def receive(self, now: float, sender: Peer, message: Message) -> Effects:
+        match message:
+            case Evaluate(number):
+                if self._answer is None or number > self._answer.number:
+                    self._begin(message)
+                return []
+            case Finish():
+                return [Done("finished")]
+        channel = self._by_shard.get(sender.node)
+        if channel is not None:
+            channel.receive(now, message)
+        return []
+
+    def _begin(self, asked: Evaluate) -> None:
+        if self._asked is not None and asked.number <= self._asked.number:
+            return
+        self._asked = asked
+        self._fetched = False
+        self._index = 0
+        self._answer_timer.stop()
+
+    def _can_ask(self) -> bool:
+        return all(c.term for c in self._channels) and not all(c.asked for c in self._channels)
+
+    def _can_copy(self) -> bool:
+        return all(channel.answer is not None for channel in self._channels)
+
+    def step(self, now: float) -> Effects:
+        effects: Effects = []
+        for channel in self._channels:
+            if now >= channel.due:
+                effects += channel.resend(now)
+        if now >= self._answer_timer.at and self._answer is not None:
+            self._answer_timer.again(now)
+            effects.append(Send(CONTROLLER, self._answer))
+        if self._asked is None:
+            return effects
+        if self._fetched:
+            return effects + self._measure_one(now, self._asked)
+        if self._can_copy():
+            return effects + self._copy(self._asked)
+        if self._can_ask():
+            for channel in self._channels:
+                if not channel.asked:
+                    effects += channel.ask(now, after=0)
+        return effects
+
+    def _copy(self, asked: Evaluate) -> Effects:
+        effects: Effects = []
+        for channel in self._channels:
+            assert channel.answer is not None
+            np.copyto(self._parameters[channel.span.slice()], channel.answer.payload)
+            effects += channel.give_back()
+        self._version = max(channel.version for channel in self._channels)
+        self._n_batches = self._measure.begin(asked.part, asked.of)
+        self._fetched = True
+        return effects
+
+    def _measure_one(self, now: float, asked: Evaluate) -> Effects:
+        effects: Effects = []
+        if self._index < self._n_batches:
+            predictions = self._measure.measure(
+                self._index,
+                self._parameters,
+                number=asked.number,
+                predictions=asked.predictions,
+            )
+            self._index += 1
+            if predictions is not None:
+                effects.append(Send(CONTROLLER, predictions))
+        if self._index < self._n_batches:
+            return effects
+        tally = self._measure.tally()
+        self._answer = Evaluated(
+            asked.number,
+            asked.part,
+            self._version,
+            Loss(tally.loss_sum, tally.rows),
+            tally.correct,
+            tally.top5,
+            tally.classes,
+            tally.confusion,
+        )
+        self._asked = None
+        self._answer_timer.begin(now)
+        return [*effects, Send(CONTROLLER, self._answer)]

@@ -1,0 +1,151 @@
+"""What the coordinator knows of the run in numbers: totals, rates, losses, staleness.
+
+Rules of this file: pure. Reports are totals; everything here is a sum or a difference of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dbctl.wire import BEGINNING, Position, Report, ShardReport
+
+RATE_WINDOW_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A replica's share: its rows, the mini-batches they make, where it stood at the begin."""
+
+    rows: int
+    steps_per_epoch: int
+    begin: Position = BEGINNING
+
+
+class Figures:
+    """`parts`: one a replica. `examples` and `seconds` are what an earlier life of the run did."""
+
+    def __init__(
+        self, parts: Mapping[int, Part], *, examples: int = 0, seconds: float = 0.0
+    ) -> None:
+        self._parts = dict(parts)
+        self._reports: dict[int, Report] = {}
+        self._shards: dict[str, ShardReport] = {}
+        self._examples_before = examples
+        self._seconds_before = seconds
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._window: deque[tuple[float, int]] = deque()
+        self.dead: set[int] = set()
+        self.test_loss: float | None = None
+        self.test_accuracy: float | None = None
+
+    def begin(self, now: float) -> None:
+        self._began = now
+
+    def end(self, now: float) -> None:
+        """The last acknowledgement has come: the clock of the run stops."""
+        self._ended = self._ended if self._ended is not None else now
+
+    def report(self, now: float, replica: int, report: Report) -> None:
+        self._reports[replica] = report
+        self._window.append((now, self.examples))
+        while self._window and now - self._window[0][0] > RATE_WINDOW_S:
+            self._window.popleft()
+
+    def shard_report(self, shard: str, report: ShardReport) -> None:
+        self._shards[shard] = report
+
+    def position(self, replica: int) -> Position:
+        report = self._reports.get(replica)
+        return report.position if report is not None else self._parts[replica].begin
+
+    def seconds(self, now: float) -> float:
+        if self._began is None:
+            return self._seconds_before
+        return self._seconds_before + (self._ended or now) - self._began
+
+    @property
+    def examples(self) -> int:
+        return self._examples_before + sum(r.examples for r in self._reports.values())
+
+    @property
+    def steps(self) -> int:
+        return sum(self.position(replica).step for replica in self._parts)
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the rows of the replicas that live, weighted by their rows."""
+        rows = passes = 0.0
+        for replica, part in self._parts.items():
+            if part.rows and replica not in self.dead:
+                at = self.position(replica)
+                rows += part.rows
+                passes += part.rows * (at.epoch + at.index / part.steps_per_epoch)
+        return passes / rows if rows else 0.0
+
+    @property
+    def greatest_epoch(self) -> int:
+        return max((self.position(replica).epoch for replica in self._parts), default=0)
+
+    def loss(self, *, last_epoch: bool) -> float | None:
+        """Mean training loss: of each replica's last whole epoch, or of the one in hand."""
+        total, rows = 0.0, 0
+        for report in self._reports.values():
+            losses = (report.epoch_loss, report.last_epoch_loss)
+            first, second = reversed(losses) if last_epoch else losses
+            loss = first if first.rows else second
+            total, rows = total + loss.sum, rows + loss.rows
+        return total / rows if rows else None
+
+    def examples_per_second(self, now: float) -> float | None:
+        """Over the last seconds, for display."""
+        if len(self._window) < 2:
+            return None
+        (since, before), (until, after) = self._window[0], self._window[-1]
+        return (after - before) / (until - since) if until > since else None
+
+    def mean_examples_per_second(self, now: float) -> float | None:
+        """Over this life of the run, from the first grant to the last acknowledgement."""
+        seconds = self.seconds(now) - self._seconds_before
+        return (self.examples - self._examples_before) / seconds if seconds > 0 else None
+
+    def staleness(self) -> dict[int, int]:
+        """How many pushes had each staleness, all shards and replicas together."""
+        counts: dict[int, int] = {}
+        for report in self._shards.values():
+            for _, value, count in report.staleness:
+                counts[value] = counts.get(value, 0) + count
+        return dict(sorted(counts.items()))
+
+    def mean_staleness(self) -> float | None:
+        counts = self.staleness()
+        total = sum(counts.values())
+        return sum(value * count for value, count in counts.items()) / total if total else None
+
+    def fetch_wait_share(self) -> float | None:
+        waited = sum(r.fetch_wait_s + r.push_wait_s for r in self._reports.values())
+        total = waited + sum(r.compute_s for r in self._reports.values())
+        return waited / total if total > 0 else None
+
+    def refused(self) -> int:
+        return sum(report.refused for report in self._reports.values())
+
+    def left_out(self) -> dict[int, int]:
+        """Rows of dead replicas that nobody computes any more, by replica."""
+        return {replica: self._parts[replica].rows for replica in sorted(self.dead)}
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """The fields of the `finished` event that this object knows."""
+        return {
+            "steps": self.steps,
+            "epochs": round(self.epochs, 6),
+            "examples": self.examples,
+            "seconds": self.seconds(now),
+            "examples_per_second": self.mean_examples_per_second(now),
+            "train_loss": self.loss(last_epoch=True),
+            "test_loss": self.test_loss,
+            "test_accuracy": self.test_accuracy,
+        }

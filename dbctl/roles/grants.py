@@ -1,0 +1,129 @@
+"""How many steps each replica may do: warmstart, `stop`, fairness and `max_lead` are only grants.
+
+Rules of this file: pure; no messages. Theory of operation: a grant says "go to step n of yours";
+the sum of all grants never passes `stop: steps`, so that 1,000 steps are exactly 1,000. Grants are
+short (about `GRANT_S` of work), so that fast replicas do more and a change takes effect soon; near
+the end each gets a share of what is left. Ours: grants double when they were used up early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dbctl.wire import Position
+
+GRANT_S = 0.5
+FIRST_GRANT = 8
+
+
+@dataclass(slots=True)
+class _Replica:
+    begin: Position
+    steps_per_epoch: int
+    done: int  # own steps, as last reported
+    until: int
+    live: bool = True
+    chunk: int = FIRST_GRANT
+    granted_at: float | None = None
+
+
+class Grants:
+    """`replicas`: for each its begin and the mini-batches that its rows make.
+
+    `steps` (of all replicas together, counted from the run's very first) and `epochs` are the run's
+    stop; `warmstart` steps are done by one replica before the others are released (paper A2).
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[int, tuple[Position, int]],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        warmstart: int = 0,
+        max_lead: int | None = None,
+    ) -> None:
+        self._steps = steps
+        self._epochs = epochs
+        self._warmstart = warmstart
+        self._max_lead = max_lead
+        self._replicas = {
+            number: _Replica(begin, steps_per_epoch, begin.step, begin.step)
+            for number, (begin, steps_per_epoch) in replicas.items()
+        }
+
+    def done(self) -> int:
+        """Steps of all replicas together, those of dead ones included."""
+        return sum(replica.done for replica in self._replicas.values())
+
+    def until(self, number: int) -> int:
+        return self._replicas[number].until
+
+    def advance(self, number: int, step: int) -> None:
+        replica = self._replicas[number]
+        replica.done = max(replica.done, step)
+
+    def dead(self, number: int) -> None:
+        """What it had been granted and did not do goes back to the others."""
+        replica = self._replicas[number]
+        replica.live = False
+        replica.until = replica.done
+
+    def in_warmstart(self) -> bool:
+        return self.done() < self._warmstart and self._runs(self._replicas[self._first()])
+
+    def grant(self, number: int, now: float) -> tuple[int, bool]:
+        """The step that the replica may go to, and whether that is the last it will be given."""
+        replica = self._replicas[number]
+        bound, last = self._bound(number)
+        wish = replica.until
+        if replica.done + replica.chunk // 2 >= replica.until:
+            since = GRANT_S if replica.granted_at is None else now - replica.granted_at
+            if since < GRANT_S / 2:
+                replica.chunk *= 2
+            elif since > 2 * GRANT_S:
+                replica.chunk = max(1, replica.chunk // 2)
+            wish = replica.done + replica.chunk
+        until = max(replica.until, min(wish, bound))
+        if until > replica.until:
+            replica.granted_at = now
+        replica.until = until
+        return until, last and until >= bound
+
+    def _bound(self, number: int) -> tuple[int, bool]:
+        """The highest step that may be granted now; and whether it will never be higher."""
+        replica = self._replicas[number]
+        bounds = [self._epoch_bound(replica)]
+        pool = None
+        if self._steps is not None:
+            pool = self._steps - sum(r.until for r in self._replicas.values())
+            n_live = max(1, sum(r.live for r in self._replicas.values()))
+            share = pool if n_live == 1 else max(1, pool // (2 * n_live))
+            bounds.append((replica.until + min(pool, share), pool <= share))
+        if self.in_warmstart():
+            left = self._warmstart - self.done() if number == self._first() else 0
+            bounds.append((replica.done + left, False))
+        if self._max_lead is not None:
+            running = [r.done for r in self._replicas.values() if self._runs(r)]
+            slowest = min(running, default=replica.done)
+            bounds.append((slowest + self._max_lead, False))
+        bound = min(value for value, _ in bounds)
+        return bound, any(final for value, final in bounds if value == bound)
+
+    def _epoch_bound(self, replica: _Replica) -> tuple[int, bool]:
+        if replica.steps_per_epoch == 0:
+            return replica.begin.step, True
+        if self._epochs is None:
+            return 2**62, False
+        begun = replica.begin.epoch * replica.steps_per_epoch + replica.begin.index
+        left = self._epochs * replica.steps_per_epoch - begun
+        return replica.begin.step + max(0, left), True
+
+    def _runs(self, replica: _Replica) -> bool:
+        """Whether others must wait for it: not a dead one, nor one that is at its end."""
+        return replica.live and replica.done < self._epoch_bound(replica)[0]
+
+    def _first(self) -> int:
+        """The replica that does the warmstart: the first live one."""
+        return min((n for n, r in self._replicas.items() if r.live), default=min(self._replicas))
