@@ -26,7 +26,6 @@ from dbctl.progress.text import (
     Summary,
     describe_duration,
     describe_summary,
-    printable,
     to_json,
 )
 
@@ -128,7 +127,7 @@ def test_a_log_file_never_holds_a_carriage_return() -> None:
     text = err.getvalue() + out.getvalue()
     assert "\r" not in text
     assert "\x1b" not in text
-    assert "warning: worker-0.0 says \\x0d\\x1b[2J\n" in text
+    assert "warning: worker-0.0 says \\r\\x1b[2J\n" in text
 
 
 def test_events_are_shown_at_once_and_results_go_to_standard_output() -> None:
@@ -422,12 +421,6 @@ def test_utf_8_in_every_locale(setting: dict[str, str]) -> None:
     env = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **setting}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=30)
     assert done.stderr.decode() == "warning: é\\udc80\n"
-
-
-def test_printable() -> None:
-    assert printable("a\tb\n") == "a\tb\n"
-    assert printable("é · 漢") == "é · 漢"
-    assert printable("\x1b]0;x\x07\r\x9b\u202e\u2028") == "\\x1b]0;x\\x07\\x0d\\x9b\\u202e\\u2028"
 
 
 def test_nothing_heavy_is_imported_before_a_bar_is_drawn() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
+from dbctl.process import escape
 from dbctl.progress.stream import Stream
 from dbctl.progress.text import (
     Snapshot,
@@ -24,7 +25,6 @@ from dbctl.progress.text import (
     describe_figures,
     describe_place,
     describe_summary,
-    printable,
     to_json,
 )
 
@@ -94,10 +94,10 @@ class LineDisplay:
 
     def event(self, name: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
         if not self._quiet:
-            self._err.line(printable(text))
+            self._err.line(escape(text))
 
     def warn(self, text: str) -> None:
-        self._err.line(f"warning: {printable(text)}")
+        self._err.line(f"warning: {escape(text)}")
 
     def finished(self, summary: Summary) -> None:
         self._out.line(describe_summary(summary))

@@ -1,17 +1,18 @@
 """What is said of a run: the figures of one moment, of its end, and how they read.
 
 Rules of this file: pure; text and numbers only. Foreign text (paths, log tails, words of peers)
-goes through `printable` before it is shown, so that no control sequence reaches a terminal. What
+goes through `escape` before it is shown, so that no control sequence reaches a terminal. What
 was not measured is None, and so is what is not a number in JSON.
 """
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
+
+from dbctl.process import escape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ def describe_summary(summary: Summary) -> str:
     if s.test_accuracy is not None:
         parts.append(f"test accuracy {_percent(s.test_accuracy, 2)}")
     parts += [*s.notes, s.run_dir]
-    return printable(" · ".join(parts)).replace("\n", "\\n")
+    return escape(" · ".join(parts)).replace("\n", "\\n")
 
 
 def describe_duration(seconds: float) -> str:
@@ -116,27 +117,6 @@ def _number(value: float | None) -> str:
 
 def _percent(share: float, digits: int) -> str:
     return f"{100 * share:.{digits}f} %"
-
-
-def printable(text: str) -> str:
-    """`text` with everything that could drive a terminal escaped; line ends and tabs stay.
-
-    Control and format characters (ESC, CR, bidirectional marks), line separators and lone
-    surrogates become `\\xNN`, `\\uNNNN` or `\\UNNNNNNNN`.
-    """
-    return "".join(_escaped(c) if _drives(c) else c for c in text)
-
-
-def _drives(character: str) -> bool:
-    if character in "\n\t":
-        return False
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
-def _escaped(character: str) -> str:
-    if ord(character) < 0x80:
-        return f"\\x{ord(character):02x}"
-    return character.encode("ascii", "backslashreplace").decode()
 
 
 def to_json(value: Any) -> Any:

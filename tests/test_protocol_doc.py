@@ -1,0 +1,47 @@
+"""docs/protocol.md is normative: it names every message of wire.py, every field, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+
+from dbctl import wire
+
+TEXT = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
+MESSAGES = get_args(wire.AnyMessage)
+PARTS = (wire.Position, wire.WorkerRow, wire.Loss, wire.Shared, wire.Inline, wire.Envelope)
+STRUCTS = {struct.__name__: struct for struct in (*MESSAGES, *PARTS)}
+
+
+def documented() -> dict[str, list[str]]:
+    """Each struct of the tables: the name and its fields, in order."""
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", TEXT, flags=re.MULTILINE)
+    return {name: re.findall(r"`(\w+)`", fields) for name, fields in rows}
+
+
+def test_every_message_is_documented_and_no_other() -> None:
+    assert len(MESSAGES) >= 27
+    assert set(documented()) == set(STRUCTS)
+
+
+def test_every_message_class_can_be_sent() -> None:
+    """A message that is missing from AnyMessage would be refused by every receiver."""
+    defined = {c.__name__ for c in wire.Message.__subclasses__() if c.__module__ == wire.__name__}
+    assert defined == {message.__name__ for message in MESSAGES}
+
+
+@pytest.mark.parametrize("name", sorted(STRUCTS))
+def test_the_fields_are_documented_in_the_order_they_travel(name: str) -> None:
+    """Messages are arrays on the wire: the order is part of the protocol."""
+    fields = [field.name for field in msgspec.structs.fields(STRUCTS[name])]
+    assert documented()[name] == fields
+
+
+def test_the_numbers_of_the_protocol() -> None:
+    assert f"protocol version {wire.PROTOCOL_VERSION}" in TEXT.lower()
+    assert wire.PIECE_BYTES == 1 << 20
+    assert "1 MiB" in TEXT
