@@ -1,0 +1,165 @@
+"""Element-wise kernels in numpy, a block at a time: the meaning of every rule, and its base speed.
+
+Rules of this file: no array the size of the slice is made; scratch is two blocks a dtype and
+thread, made once (a fresh page costs more than the arithmetic on it). The order of the operations
+in each docstring is part of the interface: optim/fast.py repeats it and must give the same bits.
+
+Theory of operation: a numpy expression over a large slice goes through memory once an operation.
+Over a block that fits the second-level cache it goes through memory once altogether. Blocks do not
+show in the result, as nothing here adds across elements.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Scalar = np.floating[Any]
+
+BLOCK = 1 << 16  # elements; measured best of 8 to 128 K on two machines
+
+
+class Operands(NamedTuple):
+    """What every rule works on: flat arrays of one length and dtype, and the L2 coefficient.
+
+    `out` is `parameters` itself (in place) or memory that does not overlap it. `parameters` and
+    `gradient` are only read. Where `decay` is not zero, gradient + decay * parameters stands for
+    the gradient in every formula.
+    """
+
+    out: Array
+    parameters: Array
+    gradient: Array
+    decay: Scalar
+
+
+class _Block(NamedTuple):
+    part: slice
+    out: Array
+    parameters: Array
+    gradient: Array  # with decay
+    scratch: Array
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.arrays: dict[np.dtype[Any], tuple[Array, Array]] = {}
+
+    def pair(self, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+        if dtype not in self.arrays:
+            self.arrays[dtype] = np.zeros(BLOCK, dtype), np.zeros(BLOCK, dtype)
+        return self.arrays[dtype]
+
+
+_scratch = _Scratch()
+
+
+def parts(n_elements: int) -> Iterator[slice]:
+    """Slices of at most BLOCK elements that cover `n_elements` in order."""
+    for start in range(0, n_elements, BLOCK):
+        yield slice(start, min(start + BLOCK, n_elements))
+
+
+def _blocks(operands: Operands) -> Iterator[_Block]:
+    out, parameters, gradient, decay = operands
+    first, second = _scratch.pair(out.dtype)
+    for part in parts(out.size):
+        p, g, size = parameters[part], gradient[part], part.stop - part.start
+        if decay != 0:
+            decayed = second[:size]
+            np.multiply(p, decay, out=decayed)
+            g = np.add(g, decayed, out=decayed)
+        yield _Block(part, out[part], p, g, first[:size])
+
+
+# Overflow, underflow and invalid operations are silent in every kernel: what happens then is said
+# in optim/updates.py, and is the same with and without numba, which has no warnings.
+
+
+@np.errstate(all="ignore")
+def sgd(operands: Operands, *, rate: Scalar) -> None:
+    """out = parameters - rate * gradient."""
+    for _, out, parameters, gradient, t in _blocks(operands):
+        np.multiply(gradient, rate, out=t)
+        np.subtract(parameters, t, out=out)
+
+
+@np.errstate(all="ignore")
+def momentum(operands: Operands, velocity: Array, *, rate: Scalar, momentum: Scalar) -> None:
+    """velocity = momentum * velocity + gradient; out = parameters - rate * velocity."""
+    for part, out, parameters, gradient, t in _blocks(operands):
+        v = velocity[part]
+        np.multiply(v, momentum, out=v)
+        np.add(v, gradient, out=v)
+        np.multiply(v, rate, out=t)
+        np.subtract(parameters, t, out=out)
+
+
+@np.errstate(all="ignore")
+def adagrad(operands: Operands, squares: Array, *, rate: Scalar) -> None:
+    """squares += gradient * gradient; out = parameters - rate * (gradient / root).
+
+    root = sqrt(squares), and infinity where that is zero: gradient / infinity is no update.
+    """
+    for part, out, parameters, gradient, t in _blocks(operands):
+        s = squares[part]
+        np.multiply(gradient, gradient, out=t)
+        np.add(s, t, out=s)
+        np.sqrt(s, out=t)
+        # The replacement costs as much as the rest of the block, and after the first updates few
+        # blocks hold a zero; `not >` rather than `== 0` takes blocks with a NaN the slow way too.
+        if not t.min() > 0:
+            np.putmask(t, t == 0, np.inf)
+        np.divide(gradient, t, out=t)
+        np.multiply(t, rate, out=t)
+        np.subtract(parameters, t, out=out)
+
+
+class AdamFactors(NamedTuple):
+    """Adam's factors for one update, in the working dtype; optim/updates.py derives them."""
+
+    beta1: Scalar
+    beta2: Scalar
+    rest1: Scalar  # 1 - beta1
+    rest2: Scalar  # 1 - beta2
+    step: Scalar
+    epsilon: Scalar
+
+
+@np.errstate(all="ignore")
+def adam(operands: Operands, first: Array, second: Array, *, factors: AdamFactors) -> None:
+    """out = parameters - step * (first / (sqrt(second) + epsilon)), with the moments
+
+    first = beta1 * first + rest1 * gradient,
+    second = beta2 * second + (rest2 * gradient) * gradient.
+    """
+    beta1, beta2, rest1, rest2, step, epsilon = factors
+    for part, out, parameters, gradient, t in _blocks(operands):
+        m, v = first[part], second[part]
+        np.multiply(m, beta1, out=m)
+        np.multiply(gradient, rest1, out=t)
+        np.add(m, t, out=m)
+        np.multiply(v, beta2, out=v)
+        np.multiply(gradient, rest2, out=t)
+        np.multiply(t, gradient, out=t)
+        np.add(v, t, out=v)
+        np.sqrt(v, out=t)
+        np.add(t, epsilon, out=t)
+        np.divide(m, t, out=t)
+        np.multiply(t, step, out=t)
+        np.subtract(parameters, t, out=out)
+
+
+@np.errstate(all="ignore")
+def accrue_and_sgd(operands: Operands, accrued: Array, *, rate: Scalar) -> None:
+    """accrued = accrued + gradient, then as sgd, in one pass through memory."""
+    for part, out, parameters, gradient, t in _blocks(operands):
+        a = accrued[part]
+        np.add(a, gradient, out=a)
+        np.multiply(gradient, rate, out=t)
+        np.subtract(parameters, t, out=out)

@@ -1,0 +1,165 @@
+"""Slow, obvious twins of what dbctl computes fast, and checks that several tests share.
+
+Rules of this file: plain numpy and Python, one section a part of dbctl; nothing clever. What a twin
+computes it computes by the definition, not by a copy of dbctl's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dbctl.model.network import NetworkSpec
+
+Array = NDArray[Any]
+
+
+# ---------------------------------------------------------------- networks (design: ladder, rung 2)
+
+
+def check_gradient(
+    loss: Callable[[Array], float], gradient: Array, at: Array, *, seed: int = 0
+) -> None:
+    """The gradient of `loss` at `at` against central differences along random directions.
+
+    Everything in float64. A step of 1e-5 in a direction of length 1 leaves an error of about 1e-10
+    of the loss; a wrong sign, factor or missing term shows at once.
+    """
+    assert gradient.dtype == at.dtype == np.float64
+    rng = np.random.default_rng(seed)
+    for _ in range(4):
+        direction = rng.standard_normal(at.shape)
+        direction /= np.linalg.norm(direction)
+        difference = (loss(at + 1e-5 * direction) - loss(at - 1e-5 * direction)) / 2e-5
+        expected = float(np.vdot(gradient, direction))
+        scale = float(np.linalg.norm(gradient)) / sqrt(gradient.size)
+        assert abs(difference - expected) < 1e-6 * scale + 1e-9, (difference, expected)
+
+
+def dense_network(
+    spec: NetworkSpec, parameters: Array, x: Array, targets: Array
+) -> tuple[float, Array, Array]:
+    """A dense network the slow way, rows first: loss sum, flat gradient of the mean, outputs.
+
+    `x` is (rows, features), `targets` labels (rows,) or floats (rows, outputs). Equal to
+    dbctl.model.passes.Network to rounding, not bit for bit: a loop that is to agree bit for bit
+    calls that Network itself.
+    """
+    values, weights, start = [x], [], 0
+    for layer in spec.layers:
+        size = layer.units * values[-1].shape[1]
+        weights.append(parameters[start : start + size].reshape(layer.units, -1))
+        z = values[-1] @ weights[-1].T + parameters[start + size : start + size + layer.units]
+        values.append(_ACTIVATE[layer.activation](z))
+        start += size + layer.units
+    z = values[-1]
+    t = np.eye(z.shape[1])[targets] if targets.ndim == 1 else targets
+    prediction, loss = {
+        "softmax": lambda: (np.exp(z) / np.exp(z).sum(1, keepdims=True), -t * z),
+        "logistic": lambda: (1 / (1 + np.exp(-z)), np.log(1 + np.exp(z)) - t * z),
+        "squared": lambda: (z, 0.5 * (z - t) ** 2),
+    }[spec.loss]()
+    total = loss.sum() + (np.log(np.exp(z).sum(1)).sum() if spec.loss == "softmax" else 0)
+    delta, gradients = (prediction - t) / len(x), []
+    for layer, weight, y, below in zip(
+        spec.layers[::-1], weights[::-1], values[:0:-1], values[-2::-1], strict=True
+    ):
+        delta = delta * _SLOPE[layer.activation](y)
+        gradients.append(np.concatenate([(delta.T @ below).ravel(), delta.sum(0)]))
+        delta = delta @ weight
+    return float(total), np.concatenate(gradients[::-1]), z
+
+
+_ACTIVATE = {
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+    "tanh": np.tanh,
+    "relu": lambda z: np.where(z > 0, z, 0),
+    "linear": lambda z: z,
+}
+_SLOPE = {  # of the function, by its value
+    "sigmoid": lambda y: y * (1 - y),
+    "tanh": lambda y: 1 - y * y,
+    "relu": lambda y: np.where(y > 0, 1, 0),
+    "linear": np.ones_like,
+}
+
+
+# ---------------------------------------------------------------- update rules, element by element
+
+
+def rule_loop(
+    spec: Any, start: Array, gradients: list[Array], *, decay: float = 0.0
+) -> tuple[Array, list[Array]]:
+    """(parameters, state vectors) after all gradients at `spec.rate`, by scalars of start's dtype.
+
+    The formulas of dbctl/optim/updates.py without its arrays, blocks or in-place operations.
+    """
+    scalar = start.dtype.type
+    states = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}[spec.type]
+    w, state = list(start), [[scalar(0)] * len(start) for _ in range(states)]
+    for n, gradient in enumerate(gradients):
+        for i in range(len(w)):
+            g = gradient[i] + scalar(decay) * w[i]
+            old = [vector[i] for vector in state]
+            new, change = _rule_step(spec, g, old, n=n)
+            for vector, value in zip(state, new, strict=True):
+                vector[i] = value
+            w[i] = w[i] - change
+    return np.array(w), [np.array(vector) for vector in state]
+
+
+def _rule_step(spec: Any, g: Any, state: list[Any], *, n: int) -> tuple[list[Any], Any]:
+    """(new state, what is subtracted from the parameter) for one element."""
+    scalar = type(g)
+    rate = scalar(spec.rate)
+    if spec.type == "sgd":
+        return [], rate * g
+    if spec.type == "momentum":
+        velocity = scalar(spec.momentum) * state[0] + g
+        return [velocity], rate * velocity
+    if spec.type == "adagrad":
+        total = state[0] + g * g
+        return [total], rate * (g / np.sqrt(total)) if total > 0 else scalar(0)
+    first = scalar(spec.beta1) * state[0] + scalar(1 - spec.beta1) * g
+    second = scalar(spec.beta2) * state[1] + (scalar(1 - spec.beta2) * g) * g
+    correction = (1 - spec.beta2 ** (n + 1)) ** 0.5
+    step = scalar(spec.rate * correction / (1 - spec.beta1 ** (n + 1)))
+    epsilon = scalar(spec.epsilon * correction)
+    return [first, second], step * (first / (np.sqrt(second) + epsilon))
+
+
+# ------------------------------------------------------------------------------ data (dbctl/data)
+
+
+def serial_words(seed: int, name: str, start: int, count: int) -> list[int]:
+    """Words `start` on of the stream of a seed and a name, drawn one at a time from its first."""
+    key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest()
+    bits = np.random.Philox(key=int.from_bytes(key, "little"))
+    return [int(bits.random_raw()) for _ in range(start + count)][start:]
+
+
+def serial_permutation(n: int, seed: int, name: str) -> list[int]:
+    """The indices 0 to n - 1, ordered by a random word each."""
+    words = serial_words(seed, name, 0, n)
+    return sorted(range(n), key=lambda i: words[i])
+
+
+def serial_normals(words: list[int]) -> list[float]:
+    """Box and Muller 1958, one pair of words a normal."""
+    normals = []
+    for a, b in zip(words[0::2], words[1::2], strict=True):
+        u = ((a >> 11) + 1) / 2**53
+        v = (b >> 11) / 2**53
+        normals.append(math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v))
+    return normals
+
+
+def serial_mean_and_deviation(column: list[float]) -> tuple[float, float]:
+    """Mean and deviation of numbers as they are defined, in exact sums; a deviation of 0 is 1."""
+    mean = math.fsum(column) / len(column)
+    squares = math.fsum((value - mean) ** 2 for value in column)
+    return mean, math.sqrt(squares / len(column)) or 1.0
