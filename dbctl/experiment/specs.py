@@ -1,11 +1,18 @@
-"""The experiment file: YAML text to frozen types, every error at once with file:line:column.
+"""What an experiment is: frozen types, each with its limits, and nothing that reads or checks.
 
-Specs of layers live in model/, of rules in optim/, the rest here. yaml and pydantic are imported
-inside the functions that read a file: nodes get the resolved JSON and never load them.
+Rules of this file: a spec is a frozen keyword-only dataclass; a limit is an `annotated_types`
+constraint in the annotation; a class that is one of several carries a tag (`type`, `source` or
+`launcher`: a `Literal` of one value with that value as default), and the file must give it. Specs
+of layers live in model/, of rules in optim/, the rest here. What fields cannot say alone (one key
+against another) is in checks.py. No yaml, no pydantic: nodes import this module.
+
+The annotations are the single source: read.py reads a file by them, schema.py writes the JSON
+Schema from them, resolve.py rebuilds an experiment by them, and words.py says them in English.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -14,8 +21,16 @@ from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 from dbctl.model.network import NetworkSpec
 from dbctl.optim.rules import RuleSpec
 
+
+@dataclass(frozen=True)
+class RelativeToFile:
+    """Marks text that names a file: a relative one starts at the experiment file's directory."""
+
+
 Count = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
+Text = Annotated[str, MinLen(1)]
+FileName = Annotated[str, MinLen(1), RelativeToFile()]
 
 
 # ------------------------------------------------------------------------------------------ data
@@ -41,16 +56,16 @@ class DigitsSource(_Prepared):
 @dataclass(frozen=True, kw_only=True)
 class IdxSource(_Prepared):
     source: Literal["idx"] = "idx"
-    images: str
-    labels: str
+    images: FileName
+    labels: FileName
 
 
 @dataclass(frozen=True, kw_only=True)
 class NpzSource(_Prepared):
     source: Literal["npz"] = "npz"
-    path: str
-    x: str
-    y: str
+    path: FileName
+    x: Text
+    y: Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +73,8 @@ class NpySource(_Prepared):
     """Two .npy files, memory-mapped."""
 
     source: Literal["npy"] = "npy"
-    x: str
-    y: str
+    x: FileName
+    y: FileName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +82,8 @@ class CsvSource(_Prepared):
     """`label` names a column of the header line, or is its number from 0."""
 
     source: Literal["csv"] = "csv"
-    path: str
-    label: str | Annotated[int, Ge(0)]
+    path: FileName
+    label: Text | Annotated[int, Ge(0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,12 +160,38 @@ OPTIMIZER_SPECS = {"sgd": SgdSpec, "downpour": DownpourSpec}
 # ------------------------------------------------------------------------------------------- run
 
 
+EVERY_PATTERN = r"([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?) *(steps?|epochs?|s|min)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """`amount` of `unit`: N steps | N epochs | N s | N min (minutes are kept as 60 s)."""
+    """`amount` of `unit`: N steps | N epochs | N s | N min (minutes are kept as 60 s).
+
+    Steps and epochs are whole. In a file this is always text; `str(every)` is that text and
+    `Every.from_text` reads it back to an equal value.
+    """
 
     amount: Positive
     unit: Literal["steps", "epochs", "seconds"]
+
+    @classmethod
+    def from_text(cls, text: str) -> Every | None:
+        """The interval that `text` says, or None where it says none."""
+        match = re.fullmatch(EVERY_PATTERN, text)
+        if match is None:
+            return None
+        amount = float(match[1]) * (60.0 if match[2] == "min" else 1.0)
+        unit = match[2].rstrip("s") or "s"
+        if not 0 < amount < float("inf") or (unit in ("step", "epoch") and amount % 1):
+            return None
+        if unit == "step":
+            return cls(amount=amount, unit="steps")
+        return cls(amount=amount, unit="epochs" if unit == "epoch" else "seconds")
+
+    def __str__(self) -> str:
+        number = int(self.amount) if self.amount % 1 == 0 and self.amount < 1e15 else self.amount
+        unit = "s" if self.unit == "seconds" else self.unit
+        return f"{number} {unit[:-1] if number == 1 and unit != 's' else unit}"
 
 
 @dataclass(frozen=True, kw_only=True)

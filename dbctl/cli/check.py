@@ -1,0 +1,30 @@
+"""`dbctl validate` and `dbctl schema`: what an experiment file may say, and whether one says it."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from dbctl.cli.main import escaped
+
+
+@click.command()
+@click.argument("file", type=click.Path())
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override one key.")
+def validate(file: str, overrides: tuple[str, ...]) -> None:
+    """Check an experiment file: one line if it is good, else every problem and exit status 2."""
+    from dbctl.experiment.read import load
+
+    experiment = load(file, overrides)
+    what = f"{experiment.optimizer.type}, {len(experiment.network.layers)} layers"
+    sizes = f"{experiment.replicas} replicas, {experiment.shards} shards"
+    click.echo(escaped(f"{file}: ok: {experiment.name}: {what}, {sizes}"))
+
+
+@click.command()
+def schema() -> None:
+    """Print the JSON Schema of experiment files, for editors that complete and check YAML."""
+    from dbctl.experiment.schema import schema as make_schema
+
+    click.echo(json.dumps(make_schema(), indent=2))

@@ -1,0 +1,123 @@
+"""What one key of an experiment says against another.
+
+Rules of this file: a check sees the values that could be read, by dotted path, and stays silent
+about those that could not: their own fault is reported already. So every fault of a file comes at
+once, and none twice. Whether a request can be placed or cut is for plan; this is only the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unicodedata import category
+
+from dbctl.experiment.specs import EvaluateSpec, StopSpec
+from dbctl.experiment.tree import Path
+from dbctl.optim.schedules import ScheduleSpec
+
+Values = dict[Path, Any]
+
+_BAD_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")  # control, half a pair, line and paragraph ends
+
+
+class Fault(NamedTuple):
+    path: Path
+    message: str
+
+
+def faults(values: Values) -> Iterator[Fault]:
+    """Everything wrong between the keys of one experiment."""
+    for check in _CHECKS:
+        yield from check(values)
+
+
+def _name(values: Values) -> Iterator[Fault]:
+    name = values.get(("name",))
+    if not isinstance(name, str):
+        return
+    bad = next((c for c in name if c == "/" or category(c) in _BAD_CATEGORIES), None)
+    if bad is not None:
+        what = "a `/`" if bad == "/" else f"the character U+{ord(bad):04X}"
+        yield Fault(("name",), f"expected a name that can be a directory's, found {what} in it")
+    elif name.startswith(".") or name != name.strip():
+        message = "expected a name that does not start with a dot, nor start or end with a space"
+        yield Fault(("name",), message)
+    elif len(name.encode()) > 255:
+        yield Fault(("name",), f"expected at most 255 bytes of UTF-8, found {len(name.encode())}")
+
+
+def _schedules(values: Values) -> Iterator[Fault]:
+    for path, value in values.items():
+        if not isinstance(value, ScheduleSpec):
+            continue
+        if value.type == "inverse_time" and value.factor is not None:
+            yield Fault((*path, "factor"), "inverse_time takes no factor; remove it")
+        if value.type != "inverse_time" and value.factor is None:
+            message = f"is required by type {value.type}: expected a number greater than 0"
+            yield Fault((*path, "factor"), message)
+
+
+def _sources(values: Values) -> Iterator[Fault]:
+    for split in ("train", "test"):
+        path = ("data", split)
+        if values.get((*path, "scale")) is not None and values.get((*path, "standardize")) is True:
+            message = "expected scale or standardize, found both; remove one"
+            yield Fault((*path, "standardize"), message)
+
+
+def _stop(values: Values) -> Iterator[Fault]:
+    stop = values.get(("stop",))
+    if isinstance(stop, StopSpec) and stop == StopSpec():
+        message = "expected at least one of epochs, steps, seconds, test_accuracy, found none"
+        yield Fault(("stop",), message)
+
+
+def _evaluation(values: Values) -> Iterator[Fault]:
+    evaluate = values.get(("evaluate",))
+    evaluates = isinstance(evaluate, EvaluateSpec) and evaluate.every is not None
+    off = isinstance(evaluate, EvaluateSpec) and evaluate.every is None
+    no_test = ("data", "test") in values and values["data", "test"] is None
+    accuracy = ("stop", "test_accuracy")
+    if values.get(accuracy) is not None and no_test:
+        yield Fault(accuracy, "needs data.test, which the file does not give")
+    if values.get(accuracy) is not None and off:
+        yield Fault(accuracy, "needs evaluate, which is off; add `evaluate: {every: 1 epoch}`")
+    if evaluates and no_test:
+        message = "needs data.test, which the file does not give; add it, or `evaluate: off`"
+        yield Fault(("evaluate",), message)
+
+
+def _replicas(values: Values) -> Iterator[Fault]:
+    replicas, least = values.get(("replicas",)), values.get(("min_replicas",))
+    if replicas is not None and least is not None and least > replicas:
+        message = f"expected at most the number of replicas, {replicas}, found {least}"
+        yield Fault(("min_replicas",), message)
+    if values.get(("optimizer", "type")) == "sgd" and replicas is not None and replicas > 1:
+        message = f"expected 1 with type sgd, found {replicas}; type downpour takes more"
+        yield Fault(("replicas",), message)
+
+
+def _loss(values: Values) -> Iterator[Fault]:
+    loss, layers = values.get(("network", "loss")), values.get(("network", "layers"))
+    if loss not in ("softmax", "logistic") or not layers:
+        return
+    last = layers[-1]
+    path = ("network", "layers", str(len(layers) - 1))
+    activation = getattr(last, "activation", "linear")
+    if activation != "linear":
+        message = f"expected linear in the last layer: loss {loss} has its own, found {activation}"
+        yield Fault((*path, "activation"), message)
+    if loss == "softmax" and getattr(last, "units", 2) < 2:
+        message = f"expected at least 2 in the last layer with loss softmax, found {last.units}"
+        yield Fault((*path, "units"), f"{message}; one output is loss logistic")
+
+
+_CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
+    _name,
+    _schedules,
+    _sources,
+    _stop,
+    _evaluation,
+    _replicas,
+    _loss,
+)

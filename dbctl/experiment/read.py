@@ -1,0 +1,295 @@
+"""An experiment file to an `Experiment`, or everything that is wrong with it.
+
+Rules of this file: every problem of a file is found in one reading and raised in one
+ExperimentError, each with file:line:column and dotted key. The structure (keys, tags, lists,
+short forms) is walked here by the annotations of the specs, so that an error speaks of the one
+class that was meant; a single value is judged by pydantic, strictly, as JSON: in JSON `1` may stand
+for a float and neither `true` nor `"0.1"` for a number. pydantic and yaml are imported inside.
+
+    text -> tree (YAML 1.2, places) -> --set -> walk by the specs -> checks between keys
+
+Short forms: `evaluate: off`, and every `every` as text (`30 s`, `1 epoch`, `off`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from math import isfinite
+from typing import Annotated, Any, get_args, get_origin
+
+from dbctl.errors import ExperimentError, Problem
+from dbctl.experiment.checks import faults
+from dbctl.experiment.overrides import apply_overrides
+from dbctl.experiment.shape import (
+    Shape,
+    alternatives,
+    fields_of,
+    shape_of,
+    spec_by_tag,
+    tag_of,
+    unwrap,
+)
+from dbctl.experiment.specs import EvaluateSpec, Every, Experiment, RelativeToFile
+from dbctl.experiment.tree import (
+    Listing,
+    Mapping,
+    Path,
+    Place,
+    Scalar,
+    Tree,
+    parse_tree,
+    problem,
+    read_text,
+)
+from dbctl.experiment.words import expected, found, hint, nearest, unknown_key
+
+MAX_INT = 2**63 - 1  # what every process and file format of a run can hold
+
+
+def load(path: str, overrides: Sequence[str] = ()) -> Experiment:
+    """Read an experiment file; `overrides` are the texts of --set, `a.b=v`.
+
+    Relative names of data files start at the file's directory, also those of --set. Raises
+    ExperimentError with every problem.
+    """
+    text = read_text(path)
+    return parse(text, file=path, overrides=overrides, directory=os.path.dirname(path) or ".")
+
+
+def parse(
+    text: str, *, file: str = "<text>", overrides: Sequence[str] = (), directory: str = "."
+) -> Experiment:
+    """`load` for text already in hand; `file` is only what errors call it."""
+    problems: list[Problem] = []
+    start = Place(file, 1, 1)
+    tree = parse_tree(text, start, problems)
+    if isinstance(tree, Mapping):
+        apply_overrides(tree, overrides, problems)
+        reader = _Reader(os.path.abspath(directory), problems)
+        experiment = reader.read(tree, Experiment, ())
+        for fault in faults(reader.values):
+            reader.refuse(reader.place(fault.path, tree.place), fault.path, fault.message)
+        if not problems:
+            assert isinstance(experiment, Experiment)
+            return experiment
+    elif not problems:
+        what = "nothing: the file is empty" if tree is None else found(tree)
+        message = f"expected a mapping that starts with `version: 1`, found {what}"
+        problems.append(problem(tree.place if tree else start, (), message))
+    raise ExperimentError(problems)
+
+
+class _Failed:
+    """Stands for a value that could not be read; its problem is recorded."""
+
+
+_FAILED = _Failed()
+
+
+@lru_cache(maxsize=256)
+def _adapter(annotation: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(annotation)
+
+
+def _judge(annotation: Any, data: Any) -> tuple[Any, list[int]]:
+    """The value that pydantic makes of JSON `data`; else _FAILED and the indices at fault."""
+    from pydantic import ValidationError
+
+    try:
+        value = _adapter(annotation).validate_json(json.dumps(data), strict=True)
+        # A Literal compares by ==, and True == 1.0 == 1.
+        same = type(value) is type(data) or type(value) not in (bool, int)
+        return (value if same else _FAILED), []
+    except ValidationError as error:
+        n_items = len(data) if isinstance(data, list) else 0
+        indices = {part for one in error.errors() for part in one["loc"] if type(part) is int}
+        return _FAILED, sorted(index for index in indices if index < n_items)
+
+
+def _plain(tree: Tree) -> Any:
+    """`tree` as JSON data, or _FAILED: a mapping, or a number that JSON or a run cannot hold."""
+    if isinstance(tree, Listing):
+        items = [_plain(item) for item in tree.items]
+        return _FAILED if any(item is _FAILED for item in items) else items
+    if isinstance(tree, Mapping):
+        return _FAILED
+    value = tree.value
+    if isinstance(value, float) and not isfinite(value):
+        return _FAILED
+    if isinstance(value, int) and abs(value) > MAX_INT:
+        return _FAILED
+    return value
+
+
+def _item(annotation: Any, index: int) -> Any:
+    """What item `index` of the tuple in `annotation` may be."""
+    for member in alternatives(annotation):
+        inner, _ = unwrap(member)
+        if get_origin(inner) is tuple:
+            args = get_args(inner)
+            return args[0] if args[-1] is Ellipsis else args[index]
+    raise AssertionError(f"no tuple in {annotation}")
+
+
+def _is_null(tree: Tree) -> bool:
+    return isinstance(tree, Scalar) and tree.value is None
+
+
+class _Reader:
+    """One walk. `values` and `places` hold what was read, by path, for the checks."""
+
+    def __init__(self, directory: str, problems: list[Problem]) -> None:
+        self.directory = directory
+        self.problems = problems
+        self.values: dict[Path, Any] = {}
+        self.places: dict[Path, Place] = {}
+
+    def refuse(self, place: Place, path: Path, message: str) -> None:
+        self.problems.append(problem(place, path, message))
+
+    def place(self, path: Path, default: Place) -> Place:
+        """Where the value of `path` stands, or the nearest that holds it."""
+        while path and path not in self.places:
+            path = path[:-1]
+        return self.places.get(path, default)
+
+    def read(self, tree: Tree, annotation: Any, path: Path) -> Any:
+        """The value of `tree` as `annotation`, or _FAILED."""
+        self.places[path] = tree.place
+        shape = shape_of(annotation)
+        if Every in shape.specs:
+            value = self._every(tree, annotation, path)
+        elif EvaluateSpec in shape.specs and isinstance(tree, Scalar) and tree.value == "off":
+            value = EvaluateSpec()
+        elif isinstance(tree, Mapping) and shape.specs:
+            value = self._spec(tree, shape, path)
+        elif isinstance(tree, Listing) and shape.items is not None:
+            value = self._items(tree, annotation, path)
+        elif shape.leaf is not None or (shape.optional and _is_null(tree)):
+            value = self._leaf(tree, annotation, path)
+        else:
+            value = self._wrong(tree, annotation, path)
+        if value is not _FAILED:
+            self.values[path] = value
+        return value
+
+    def _wrong(self, tree: Tree, annotation: Any, path: Path) -> _Failed:
+        told = tree.place.line and any(
+            (one.line, one.column) == tree.place[1:] for one in self.problems
+        )
+        if told:  # the YAML of this value was refused already
+            return _FAILED
+        wanted, got = expected(annotation), found(tree)
+        self.refuse(tree.place, path, f"expected {wanted}, found {got}{hint(annotation, tree)}")
+        return _FAILED
+
+    def _spec(self, tree: Mapping, shape: Shape, path: Path) -> Any:
+        spec = self._choose(tree, shape, path)
+        if spec is None:
+            return _FAILED
+        fields = fields_of(spec)
+        n_problems = len(self.problems)
+        meant = {
+            self._unknown(key, spec, path, specs=shape.specs, place=tree.keys[key])
+            for key in tree.items
+        }
+        given: dict[str, Any] = {}
+        for name, field in fields.items():
+            below = (*path, name)
+            if name in tree.items:
+                given[name] = self.read(tree.items[name], field.annotation, below)
+            elif not field.required:
+                self.values[below] = field.default
+            elif name not in meant:
+                message = f"is required and missing: expected {expected(field.annotation)}"
+                self.refuse(tree.place, below, message)
+        if len(self.problems) > n_problems:
+            return _FAILED
+        return spec(**given)
+
+    def _choose(self, tree: Mapping, shape: Shape, path: Path) -> type | None:
+        """The spec that the tag names; a wrong tag is the only problem told of its mapping."""
+        key, by_tag = spec_by_tag(shape.specs)
+        if not key:
+            return shape.specs[0]
+        names = list(by_tag)
+        wanted = f"expected {'one of ' if len(names) > 1 else ''}{', '.join(names)}"
+        tag = tree.items.get(key)
+        if tag is None:
+            self.refuse(tree.place, (*path, key), f"is required and missing: {wanted}")
+            return None
+        if isinstance(tag, Scalar) and isinstance(tag.value, str) and tag.value in by_tag:
+            return by_tag[tag.value]
+        near = nearest(tag.text, names) if isinstance(tag, Scalar) else ""
+        meant = f"; did you mean `{near}`?" if near else ""
+        self.refuse(tag.place, (*path, key), f"{wanted}, found {found(tag)}{meant}")
+        return None
+
+    def _unknown(
+        self, key: str, spec: type, path: Path, *, specs: tuple[type, ...], place: Place
+    ) -> str:
+        """Refuse `key` where `spec` has none of that name; the key that was perhaps meant."""
+        fields = fields_of(spec)
+        if key in fields:
+            return ""
+        near = ""
+        others = [tag_of(other) for other in specs if key in fields_of(other)]
+        names = [f"{tag.key} {tag.value}" for tag in others if tag is not None]
+        if names and (tag := tag_of(spec)) is not None:
+            message = f"is a key of {' and '.join(names)}, not of {tag.key} {tag.value}"
+        else:
+            message, near = unknown_key(key, path, fields)
+        self.refuse(place, (*path, key), message)
+        return near
+
+    def _items(self, tree: Listing, annotation: Any, path: Path) -> Any:
+        shape = shape_of(annotation)
+        values = [
+            self.read(item, shape.items, (*path, str(index)))
+            for index, item in enumerate(tree.items)
+        ]
+        # The length alone, against the limits of the whole list.
+        lengths: Any = Annotated[(tuple[Any, ...], *shape.metadata, None)]
+        if _judge(lengths, [None] * len(values))[0] is _FAILED:
+            return self._wrong(tree, annotation, path)
+        return _FAILED if any(v is _FAILED for v in values) else tuple(values)
+
+    def _leaf(self, tree: Tree, annotation: Any, path: Path) -> Any:
+        shape = shape_of(annotation)
+        leaf = type(None) if shape.leaf is None else shape.leaf
+        data = _plain(tree)
+        if data is _FAILED:
+            return self._wrong(tree, annotation, path)
+        value, at = _judge(leaf | None if shape.optional else leaf, data)
+        if value is not _FAILED:
+            return self._file_name(value, tree, annotation, path)
+        if isinstance(tree, Listing):
+            for index in at:
+                self._wrong(tree.items[index], _item(leaf, index), (*path, str(index)))
+            if at:
+                return _FAILED
+        return self._wrong(tree, annotation, path)
+
+    def _file_name(self, value: Any, tree: Tree, annotation: Any, path: Path) -> Any:
+        """The absolute name where `value` names a file, else `value`.
+
+        `..` is kept as it stands: taking it out would go wrong behind a symbolic link.
+        """
+        if RelativeToFile() not in unwrap(annotation)[1] or not isinstance(value, str):
+            return value
+        if "\0" in value:
+            return self._wrong(tree, annotation, path)
+        return os.path.join(self.directory, os.path.expanduser(value))
+
+    def _every(self, tree: Tree, annotation: Any, path: Path) -> Any:
+        text = tree.value if isinstance(tree, Scalar) else None
+        if isinstance(text, str):
+            every = Every.from_text(text)
+            if every is not None or (text == "off" and shape_of(annotation).optional):
+                return every
+        return self._wrong(tree, annotation, path)

@@ -1,0 +1,127 @@
+"""What an error says: what was expected, what was found, what was perhaps meant.
+
+Rules of this file: pure text from types and trees. An expectation is made from the annotation that
+the value failed, so it cannot drift from the limit that is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+
+from dbctl.experiment.shape import alternatives, keys_below, shape_of, spec_by_tag, unwrap
+from dbctl.experiment.specs import EvaluateSpec, Every, Experiment, RelativeToFile
+from dbctl.experiment.tree import Listing, Mapping, Scalar, Tree, shown
+
+_NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_BOUNDS = {Ge: ("of at least", "ge"), Gt: ("greater than", "gt")}
+_UPPER = {Le: ("at most", "le"), Lt: ("less than", "lt")}
+
+
+def expected(annotation: Any) -> str:
+    """`a whole number of at least 1`, ...; that null is also taken goes without saying."""
+    members = alternatives(annotation)
+    said = [_member(member) for member in members if unwrap(member)[0] not in (None, type(None))]
+    shape = shape_of(annotation)
+    if EvaluateSpec in shape.specs or (Every in shape.specs and shape.optional):
+        said.append("off")
+    return " or ".join(dict.fromkeys(said))
+
+
+def _member(annotation: Any) -> str:
+    inner, metadata = unwrap(annotation)
+    if inner is Every:
+        return "`N steps`, `N epochs`, `N s`, `N min`"
+    if shape_of(annotation).specs:
+        key, _ = spec_by_tag(shape_of(annotation).specs)
+        return f"a mapping with `{key}`" if key else "a mapping"
+    if get_origin(inner) is Literal:
+        values = [f"`{value}`" for value in get_args(inner)]
+        return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+    if get_origin(inner) is tuple:
+        args = get_args(inner)
+        if len(args) == 2 and args[1] is Ellipsis:
+            some = " of at least one" if MinLen(1) in metadata else ""
+            return f"a list{some}, each {expected(args[0])}"
+        return f"a list of {len(args)}, each {expected(args[0])}"
+    if RelativeToFile() in metadata:
+        return "the name of a file"
+    lengths = _lengths(metadata)
+    bounds = [
+        f"{words} {getattr(limit, name)}"
+        for table in (_BOUNDS, _UPPER)
+        for limit in metadata
+        for words, name in [table.get(type(limit), ("", ""))]
+        if words
+    ]
+    return " ".join([_NOUNS[inner], *lengths, " and ".join(bounds)]).strip()
+
+
+def _lengths(metadata: tuple[Any, ...]) -> list[str]:
+    least = next((limit.min_length for limit in metadata if isinstance(limit, MinLen)), 0)
+    most = next((limit.max_length for limit in metadata if isinstance(limit, MaxLen)), None)
+    if most is not None:
+        return [f"of {least} to {most} characters"]
+    return ["that is not empty"] if least else []
+
+
+def found(tree: Tree) -> str:
+    """What stands in the file, with a hint where quotes or their lack are the fault."""
+    if isinstance(tree, Listing):
+        return f"a list of {len(tree.items)}"
+    if isinstance(tree, Mapping):
+        return "a mapping"
+    if tree.quoted:
+        return f'the text "{shown(tree.text)}"'
+    if tree.value is None:
+        return "nothing (null)"
+    kind = "the text " if isinstance(tree.value, str) else ""
+    return f"{kind}`{shown(tree.text)}`"
+
+
+def hint(annotation: Any, tree: Tree) -> str:
+    """`; did you mean ...` or `; write ...`, or nothing."""
+    if not isinstance(tree, Scalar):
+        return ""
+    members = [unwrap(member)[0] for member in alternatives(annotation)]
+    names = [str(value) for m in members if get_origin(m) is Literal for value in get_args(m)]
+    if isinstance(tree.value, str) and (near := nearest(tree.value, names)):
+        return f"; did you mean `{near}`?"
+    numeric = int in members or float in members
+    if numeric and tree.quoted and tree.text.strip()[:1] in set("0123456789.+-"):
+        return "; write it without quotes"
+    if bool in members and str(tree.value) in ("yes", "no", "on", "off"):
+        return f"; write `{'true' if tree.value in ('yes', 'on') else 'false'}`"
+    if isinstance(tree.value, float) and float not in members and tree.value % 1 == 0:
+        return f"; write `{int(tree.value)}`" if abs(tree.value) < 1e15 else ""
+    if str in members and not isinstance(tree.value, str | None):
+        return f'; write "{shown(tree.text)}" in quotes'
+    if Every in members and isinstance(tree.value, int | float) and tree.value is not False:
+        return f"; say of what, such as `{shown(tree.text)} s`"
+    return ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The name that was perhaps meant, or ""."""
+    by_form = {one.lower().replace("-", "_"): one for one in known}
+    form = name[:100].lower().replace("-", "_").replace(" ", "_")
+    return next((by_form[near] for near in get_close_matches(form, by_form, 1, 0.7)), "")
+
+
+def unknown_key(name: str, path: tuple[str, ...], known: Iterable[str]) -> tuple[str, str]:
+    """The message for an unknown key of the mapping at `path`, and the key here that was meant."""
+    names = list(known)
+    elsewhere = keys_below(Experiment)
+    if name in elsewhere:
+        homes = [f"under `{home}`" if home else "at the top level" for home in elsewhere[name]]
+        return f"unknown key here; it belongs {' or '.join(homes[:3])}", ""
+    if near := nearest(name, names):
+        return f"unknown key; did you mean `{near}`?", near
+    if near := nearest(name, elsewhere):
+        home = elsewhere[near][0]
+        return f"unknown key; did you mean `{home + '.' if home else ''}{near}`?", ""
+    where = f"`{'.'.join(path)}`" if path else "the top level"
+    return f"unknown key; {where} takes {', '.join(names)}", ""
