@@ -6,6 +6,8 @@ computes it computes by the definition, not by a copy of dbctl's code.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable
 from math import sqrt
 from typing import Any

@@ -1,11 +1,19 @@
-"""Dense layers: every output node sees every input node."""
+"""Dense layers: every output node sees every input node.
+
+Rules of this package: what a layer *is*, in integers (shapes, boxes, tensors); no numpy. What it
+computes is in dbctl/model/kernels, one module a family here and there.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
+
+from dbctl.model.tensor import Initial, LayerTensor, weight_initial
+from dbctl.region import Box
 
 Activation = Literal["sigmoid", "tanh", "relu", "linear"]
 
@@ -18,3 +26,26 @@ class DenseSpec:
     units: Annotated[int, Ge(1)]
     activation: Activation = "linear"
     init: Literal["glorot", "he"] | Annotated[float, Gt(0)] | None = None
+
+    def output_shape(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the layer's nodes on an input of shape `inputs`: (units,)."""
+        return (self.units,)
+
+    def input_box(self, inputs: tuple[int, ...], box: Box) -> Box:
+        """The input nodes that the output nodes `box` see: all of them."""
+        return Box.whole(inputs)
+
+    def tensors(self, inputs: tuple[int, ...], box: Box) -> tuple[LayerTensor, ...]:
+        """Weight (units, inputs), as in torch, and bias (units,), of the output nodes `box`.
+
+        Inputs with height and width flatten height, width, channels. The initial values are those
+        of the whole layer, whatever the box.
+        """
+        (units,) = box.shape
+        n_inputs = prod(inputs)
+        init = self.init or ("he" if self.activation == "relu" else "glorot")
+        initial = weight_initial(init, fan_in=n_inputs, fan_out=self.units)
+        return (
+            LayerTensor("weight", (units, n_inputs), initial),
+            LayerTensor("bias", (units,), Initial("zero")),
+        )
