@@ -180,8 +180,11 @@ def test_equal_outputs_rank_by_index_and_nan_is_never_right() -> None:
     network, parameters = identity(7, "softmax")
     measured = network.measure(parameters, np.ones((7, 7)), np.arange(7))
     assert (measured.correct, measured.top5) == (1, 5)
-    measured = network.measure(parameters, np.full((7, 6), np.nan), np.arange(1, 7))
-    assert (measured.correct, measured.top5) == (0, 0)
+    for outputs in (2, 7):
+        network, parameters = identity(outputs, "softmax")
+        x = np.full((outputs, outputs), np.nan)
+        measured = network.measure(parameters, x, np.arange(outputs))
+        assert (measured.correct, measured.top5) == (0, 0)
 
 
 def test_float_targets_have_no_accuracy() -> None:

@@ -73,8 +73,9 @@ class Network:
         """Writes the gradient of the rows' mean loss into every element of `out`.
 
         Returns the sum of the rows' losses. Accumulation (n_push > 1) is a pass of its own,
-        `dbctl.optim.gradients.accrue_and_step`: by measurement as fast, within 4 %, as adding after
-        each tensor or each few rows of one, or inside the products (sgemm with beta = 1).
+        `dbctl.optim.gradients.accrue_and_step`. Measured with the finite check, 784-1024-1024-10,
+        batch 100, gradient alone = 1.00: one pass 1.13, after each tensor 1.11, after each 256 rows
+        of a weight 1.12, inside the products (sgemm with beta = 1) 1.09 to 1.14.
         """
         with np.errstate(all="ignore"):
             views = self._views(parameters)
@@ -101,8 +102,9 @@ class Network:
         correct = top5 = -1
         best = np.argmax(z, axis=0) if labelled else np.zeros(z.shape[1], np.intp)
         if labelled:
-            correct = int(np.count_nonzero(best == targets))
-            top5 = int(np.count_nonzero(_ranks(z, targets) < 5))
+            ranks = _ranks(z, targets)
+            correct = int(np.count_nonzero(ranks == 0))
+            top5 = int(np.count_nonzero(ranks < min(5, len(z))))
         with np.errstate(all="ignore"):
             rows = self._loss.rows(z, targets)
         scores = z[best, columns]
