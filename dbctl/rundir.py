@@ -1,0 +1,397 @@
+"""The run directory: what one run leaves on disk, and who may write to it.
+
+    runs/NAME/TIMESTAMP/          or the directory that --run-dir names
+        experiment.yaml           as it was given, byte for byte
+        resolved.yaml             with every default and --set
+        run.json                  who runs it, since when, and where it listens
+        status.json               the newest state, replaced several times a second
+        metrics.jsonl             one JSON object a line, only ever appended
+        logs/NODE.log             what each process wrote
+        checkpoints/              dbctl/checkpoint/
+        .lock                     held (flock) by the one controller that may write
+
+Rules of this file: text is UTF-8 whatever the locale; a file is replaced whole by a rename or
+appended by lines, one write each, so a kill leaves at most one cut line, which the next run takes
+off. Paths the user gave are the user's to mend (UsageError); a disk that fails later is RunError.
+
+Theory of operation. The lock decides whether a run is going on: the kernel frees it with its
+holder, however that dies. run.json names the holder for people, by PID, start time and boot, since
+a PID alone may be another process by now. `create` takes the lock before it looks whether the
+directory is free, so of two controllers that were given one directory at once, one is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from dbctl import __version__
+from dbctl.errors import RunError, UsageError, reason
+
+_RUN = "run.json"
+_LOCK = ".lock"
+_NAME_LIMIT_BYTES = 200  # a file name may have 255; an experiment's name has 100 characters
+_BLOCK_BYTES = 1 << 16
+
+_Read = TypeVar("_Read")
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """run.json. `pid_start` is in clock ticks since boot (proc(5), stat field 22)."""
+
+    dbctl: str
+    run: str
+    pid: int
+    pid_start: int
+    boot: str
+    host: str
+    started: str  # ISO 8601 with the offset from UTC
+    control: str  # the controller's socket
+    command: tuple[str, ...]
+
+    @classmethod
+    def of_this_process(cls, run: str, *, control: str, command: Sequence[str]) -> RunInfo:
+        """Of the process that calls, now. Bytes of `command` that are no text are escaped."""
+        return cls(
+            dbctl=__version__,
+            run=run,
+            pid=os.getpid(),
+            pid_start=_process_start(os.getpid()) or 0,
+            boot=_boot_id(),
+            host=os.uname().nodename,
+            started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            control=control,
+            command=tuple(os.fsencode(a).decode("utf-8", "backslashreplace") for a in command),
+        )
+
+    def is_alive(self) -> bool:
+        """Whether that very process still runs, as far as this machine can see."""
+        return self.boot == _boot_id() and self.pid_start == _process_start(self.pid)
+
+
+class RunDir:
+    """One run directory, made by `create` or `open_`; a context manager that frees its lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.experiment = path / "experiment.yaml"
+        self.resolved = path / "resolved.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.status = path / "status.json"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self._lock_fd = -1
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lock(self) -> None:
+        """Takes the run for this controller; UsageError names the one that has it."""
+        if self._lock_fd >= 0:
+            return
+        path = self.path / _LOCK
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UsageError(f"{self.path}: cannot be written: {reason(error)}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise UsageError(
+                f"{self.path}: this run is going on, {self._holder()}; stop it first"
+            ) from error
+        except OSError as error:
+            os.close(fd)
+            raise RunError(f"{path}: cannot be locked: {reason(error)}") from error
+        self._lock_fd = fd
+
+    def close(self) -> None:
+        """Gives the lock back."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def log_path(self, node: str) -> Path:
+        """Where a node's process writes what it says."""
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", node), f"not a node's name: {node!r}"
+        return self.logs / f"{node}.log"
+
+    def write_experiment(self, data: bytes) -> None:
+        _replace(self.experiment, data, durable=True)
+
+    def write_resolved(self, text: str) -> None:
+        _replace(self.resolved, text.encode(), durable=True)
+
+    def read_resolved(self) -> str:
+        """RunError where it is missing or no text."""
+        try:
+            return self.resolved.read_text(encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"{self.resolved}: cannot be read: {reason(error)}") from error
+        except UnicodeDecodeError as error:
+            raise RunError(f"{self.resolved}: not UTF-8: {error}") from error
+
+    def write_info(self, info: RunInfo) -> None:
+        """Makes this a run directory."""
+        data = msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n"
+        _replace(self.path / _RUN, data, durable=True)
+
+    def read_info(self) -> RunInfo:
+        """RunError where run.json is missing or damaged."""
+        return _read_json(self.path / _RUN, RunInfo)
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replaces status.json; not flushed to the disk, it is of worth while the run lives."""
+        _replace(self.status, msgspec.json.encode(status) + b"\n", durable=False)
+
+    def read_status(self) -> dict[str, Any]:
+        """The newest status; empty where the run has not written one."""
+        if not self.status.exists():
+            return {}
+        return _read_json(self.status, dict[str, Any])
+
+    def _holder(self) -> str:
+        try:
+            info = self.read_info()
+        except RunError:
+            return "just being started by another process"
+        return f"process {info.pid} on {info.host} since {info.started}"
+
+
+def create(
+    path: Path | None, name: str, *, root: Path = Path("runs"), now: datetime | None = None
+) -> RunDir:
+    """A new run directory, locked: `path`, or `root`/NAME/TIMESTAMP where it is None.
+
+    `path` may be new or empty. UsageError where it holds a run or anything else, or cannot be made.
+    Two runs of one second get different directories.
+    """
+    try:
+        found = _new_directory(root, name, now) if path is None else _given_directory(Path(path))
+        run_dir = RunDir(found)
+        with contextlib.ExitStack() as undo:
+            undo.callback(run_dir.close)
+            run_dir.lock()
+            _check_free(found)
+            run_dir.logs.mkdir()
+            run_dir.checkpoints.mkdir()
+            undo.pop_all()
+    except OSError as error:
+        where = root if path is None else path
+        raise UsageError(f"{where}: cannot make a run directory: {reason(error)}") from error
+    return run_dir
+
+
+def open_(path: Path) -> RunDir:
+    """The directory of an earlier run, not locked; UsageError where it is none."""
+    path = Path(path)
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: no such directory, expected that of a run") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be opened: {reason(error)}") from error
+    if _RUN not in names:
+        raise UsageError(
+            f"{path}: not a run directory, it has no {_RUN}; expected one like runs/NAME/TIMESTAMP"
+        )
+    return RunDir(path)
+
+
+# ---------------------------------------------------------------------------------- metrics
+
+
+class Metrics:
+    """Appends to metrics.jsonl, each record at once; a context manager. For the lock's holder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _reported(path, "written"):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                _mend_tail(self._fd)
+            except BaseException:
+                os.close(self._fd)
+                raise
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """One line; numbers that are not finite become null. RunError leaves no half line."""
+        line = msgspec.json.encode(record) + b"\n"
+        with _reported(self._path, "written"):
+            before = os.fstat(self._fd).st_size
+            try:
+                n_written = os.write(self._fd, line)
+                if n_written < len(line):  # the disk is full; the rest says so, or goes in
+                    os.write(self._fd, line[n_written:])
+            except OSError:
+                os.ftruncate(self._fd, before)
+                raise
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of metrics.jsonl in order; none where there is no file.
+
+    A line that is no JSON object is left out: a kill, or another process that is still writing,
+    cuts the last one.
+    """
+    if not path.exists():
+        return
+    with _reported(path, "read"), open(path, "rb") as file:
+        for line in file:
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                yield msgspec.json.decode(line, type=dict[str, Any])
+
+
+def _mend_tail(fd: int) -> None:
+    """Takes off a last line that a kill cut; ends it where only the newline is missing."""
+    size = os.fstat(fd).st_size
+    start = size
+    tail = b""
+    while start and b"\n" not in tail:
+        step = min(start, _BLOCK_BYTES)
+        start -= step
+        tail = os.pread(fd, step, start) + tail
+    tail = tail.rpartition(b"\n")[2]
+    if not tail:
+        return
+    try:
+        msgspec.json.decode(tail, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        os.ftruncate(fd, size - len(tail))
+    else:
+        os.write(fd, b"\n")
+
+
+# ------------------------------------------------------------------------- directories, files
+
+
+def _directory_name(name: str) -> str:
+    """An experiment's name as a directory's: spaces, quotes and é stay, separators do not.
+
+    What the file system's encoding cannot hold becomes `?`.
+    """
+    text = "".join("_" if c == "/" or unicodedata.category(c) == "Cc" else c for c in name)
+    coding = sys.getfilesystemencoding()
+    octets = text.encode(coding, "replace")[:_NAME_LIMIT_BYTES]
+    text = octets.decode(coding, "ignore").strip()
+    return "_" + text if not text or text.startswith((".", "-")) else text
+
+
+def _new_directory(root: Path, name: str, now: datetime | None) -> Path:
+    parent = root / _directory_name(name)
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = (now or datetime.now()).strftime("%Y-%m-%d_%H-%M-%S")
+    for number in count(1):
+        path = parent / (stamp if number == 1 else f"{stamp}_{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("count() ends")
+
+
+def _given_directory(path: Path) -> Path:
+    if path.exists():
+        if not path.is_dir():
+            raise UsageError(f"{path}: not a directory; give --run-dir a new or an empty one")
+        _check_free(path)  # before the lock file is made in what may not be ours
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _check_free(path: Path) -> None:
+    names = set(os.listdir(path)) - {_LOCK}
+    if _RUN in names:
+        raise UsageError(
+            f"{path}: holds a run already; go on with `dbctl resume`, or give another --run-dir"
+        )
+    if names:
+        raise UsageError(
+            f"{path}: not empty, it has {min(names)!r}; give --run-dir a new or an empty one"
+        )
+
+
+def _replace(path: Path, data: bytes, *, durable: bool) -> None:
+    """The whole file or the one before it, whenever this is killed; RunError where it fails."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with _reported(path, "written"):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        if durable:
+            fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def _read_json(path: Path, kind: type[_Read]) -> _Read:
+    with _reported(path, "read"):
+        data = path.read_bytes()
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RunError(f"{path}: damaged: {error}") from error
+
+
+@contextlib.contextmanager
+def _reported(path: Path, done: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: cannot be {done}: {reason(error)}") from error
+
+
+# -------------------------------------------------------------------------------- processes
+
+
+def _process_start(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None where it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The second field is the command's name in parentheses, which may hold both blanks and ")".
+    fields = text.rpartition(b")")[2].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
