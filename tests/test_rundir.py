@@ -1,0 +1,395 @@
+"""A run directory belongs to one run and one controller, and reads the same in every locale."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dbctl import __version__, rundir
+from dbctl.errors import RunError, UsageError
+from dbctl.rundir import Metrics, RunInfo, create, open_, read_metrics
+
+NOON = datetime(2026, 1, 31, 12, 0, 5)
+
+
+def info(**changes: Any) -> RunInfo:
+    mine = RunInfo.of_this_process("r1", control="/tmp/x/control.sock", command=["dbctl", "train"])
+    return msgspec.structs.replace(mine, **changes)
+
+
+def made(path: Path) -> Path:
+    """A finished run's directory."""
+    with create(path, "x") as run_dir:
+        run_dir.write_info(info())
+    return path
+
+
+# ------------------------------------------------------------------------------------ create
+
+
+def test_the_usual_place_is_name_and_time(tmp_path: Path) -> None:
+    with create(None, "digits-downpour", root=tmp_path / "runs", now=NOON) as run_dir:
+        assert run_dir.path == tmp_path / "runs" / "digits-downpour" / "2026-01-31_12-00-05"
+        assert sorted(os.listdir(run_dir.path)) == [".lock", "checkpoints", "logs"]
+        assert run_dir.log_path("worker-1.0") == run_dir.path / "logs" / "worker-1.0.log"
+
+
+def test_runs_of_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
+    paths = []
+    for _ in range(12):
+        with create(None, "x", root=tmp_path, now=NOON) as run_dir:
+            paths.append(run_dir.path.name)
+    assert paths[:3] == ["2026-01-31_12-00-05", "2026-01-31_12-00-05_2", "2026-01-31_12-00-05_3"]
+    assert len(set(paths)) == 12
+    assert paths[-1] == "2026-01-31_12-00-05_12"
+
+
+@pytest.mark.parametrize(
+    ("name", "directory"),
+    [
+        ('it\'s a "café" $(x) 数', 'it\'s a "café" $(x) 数'),
+        ("a/b", "a_b"),
+        ("../../etc", "_.._.._etc"),
+        (".", "_."),
+        ("..", "_.."),
+        ("-rf", "_-rf"),
+        ("  ", "_"),
+        ("tab\tnul\0line\n", "tab_nul_line_"),
+        ("lone \ud800", "lone ?"),
+        ("数" * 100, "数" * 66),  # 300 bytes of UTF-8, and a directory's name has at most 255
+    ],
+)
+def test_any_name_is_one_directory_inside_runs(tmp_path: Path, name: str, directory: str) -> None:
+    with create(None, name, root=tmp_path, now=NOON) as run_dir:
+        assert run_dir.path.parent.name == directory
+        assert run_dir.path.parent.parent == tmp_path
+        run_dir.write_info(info(control=str(run_dir.path / "control.sock")))
+    assert open_(run_dir.path).read_info().control.startswith(str(run_dir.path))
+
+
+def test_a_given_directory_may_be_new_or_empty(tmp_path: Path) -> None:
+    made(tmp_path / "deep" / "new é 'q'")
+    (tmp_path / "empty").mkdir()
+    made(tmp_path / "empty")
+
+
+def test_a_directory_that_holds_a_run_or_anything_else_is_refused(tmp_path: Path) -> None:
+    before = sorted(os.listdir(made(tmp_path / "run")))
+    with pytest.raises(UsageError, match="holds a run already; go on with `dbctl resume`") as e:
+        create(tmp_path / "run", "x")
+    assert e.value.exit_code == 2
+    assert sorted(os.listdir(tmp_path / "run")) == before
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match=r"not empty, it has 'thesis\.tex'"):
+        create(tmp_path / "home", "x")
+    assert os.listdir(tmp_path / "home") == ["thesis.tex"]
+    with pytest.raises(UsageError, match="not a directory"):
+        create(tmp_path / "home" / "thesis.tex", "x")
+    with pytest.raises(UsageError, match="cannot make a run directory: not a directory"):
+        create(tmp_path / "home" / "thesis.tex" / "below", "x")
+    with pytest.raises(UsageError, match="cannot make a run directory: file name too long"):
+        create(tmp_path / ("x" * 300), "x")
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid():
+        pytest.skip("mounting needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
+    try:
+        made(disk / "run")
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        yield disk
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_disk_that_cannot_be_written_is_one_clear_error(read_only: Path) -> None:
+    with pytest.raises(UsageError, match="cannot make a run directory: read-only file system"):
+        create(read_only / "new", "x")
+    with pytest.raises(UsageError, match="cannot make a run directory: read-only file system"):
+        create(None, "x", root=read_only / "runs")
+    run_dir = open_(read_only / "run")  # enough for `dbctl eval`
+    assert run_dir.read_info().run == "r1"
+    with pytest.raises(UsageError, match="cannot be written: read-only file system"):
+        run_dir.lock()
+    with pytest.raises(RunError, match=r"status\.json: cannot be written: read-only file"):
+        run_dir.write_status({})
+
+
+def test_no_permission_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """root may do anything, so the system's answer is given for it."""
+
+    def refuse(path: Any, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    run = made(tmp_path / "run")
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(UsageError, match="cannot make a run directory: permission denied"):
+        create(tmp_path / "new", "x")
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(UsageError, match="cannot be opened: permission denied"):
+        open_(run)
+
+
+# -------------------------------------------------------------------------------------- open
+
+
+def test_only_a_run_directory_can_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"not a run directory, it has no run\.json; expected"):
+        open_(tmp_path)
+    with pytest.raises(UsageError, match="no such directory"):
+        open_(tmp_path / "none")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="cannot be opened: not a directory"):
+        open_(tmp_path / "file")
+
+
+def test_files_come_back_as_they_were(tmp_path: Path) -> None:
+    given = "\ufeffname: é\r\n# 'quoted'\n".encode()
+    with create(tmp_path / "run", "x") as run_dir:
+        run_dir.write_experiment(given)
+        run_dir.write_resolved("name: é\n")
+        run_dir.write_info(info())
+    again = open_(tmp_path / "run")
+    assert again.experiment.read_bytes() == given
+    assert again.read_resolved() == "name: é\n"
+    assert again.read_info() == info(started=again.read_info().started)
+    assert again.read_info().dbctl == __version__
+    assert datetime.fromisoformat(again.read_info().started).tzinfo is not None
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    run_dir = open_(made(tmp_path / "run"))
+    (run_dir.path / "run.json").write_text('{"run": 3}')
+    with pytest.raises(RunError, match=r"run\.json: damaged: .*`str`, got `int`"):
+        run_dir.read_info()
+    with pytest.raises(RunError, match=r"resolved\.yaml: cannot be read: no such file"):
+        run_dir.read_resolved()
+    run_dir.resolved.write_bytes(b"\xff")
+    with pytest.raises(RunError, match=r"resolved\.yaml: not UTF-8"):
+        run_dir.read_resolved()
+
+
+def test_bytes_of_the_command_line_that_are_no_text_are_escaped(tmp_path: Path) -> None:
+    command = ["dbctl", os.fsdecode(b"caf\xe9.yaml"), "é"]
+    with create(tmp_path / "run", "x") as run_dir:
+        run_dir.write_info(RunInfo.of_this_process("r", control="", command=command))
+    assert open_(tmp_path / "run").read_info().command == ("dbctl", "caf\\xe9.yaml", "é")
+
+
+@pytest.mark.parametrize("locale", ["C", "POSIX", "C.UTF-8"])
+def test_text_is_utf_8_whatever_the_locale(tmp_path: Path, locale: str) -> None:
+    script = (
+        "import sys; from pathlib import Path; from dbctl.rundir import *\n"
+        "r = create(None, 'caf\\u00e9', root=Path(sys.argv[1]))\n"
+        "r.write_resolved('name: caf\\u00e9'); r.write_status({'name': 'caf\\u00e9'})\n"
+        "m = Metrics(r.metrics); m.append({'name': 'caf\\u00e9'})\n"
+        "r.write_info(RunInfo.of_this_process('caf\\u00e9', control='', command=sys.argv))\n"
+    )
+    environment = {**os.environ, "LANG": locale, "LC_ALL": locale}
+    root = tmp_path / "é"
+    subprocess.run([sys.executable, "-c", script, str(root)], env=environment, check=True)
+    run_dir = open_(next((root / "café").iterdir()))
+    assert run_dir.read_resolved() == "name: café"
+    assert run_dir.read_status() == {"name": "café"}
+    assert list(read_metrics(run_dir.metrics)) == [{"name": "café"}]
+    assert run_dir.read_info().command[1] == str(root)
+
+
+# -------------------------------------------------------------------------------------- lock
+
+
+def test_two_controllers_cannot_have_one_run(tmp_path: Path) -> None:
+    with create(tmp_path / "run", "x") as first:
+        other = rundir.RunDir(tmp_path / "run")
+        with pytest.raises(UsageError, match="going on, just being started by another process"):
+            other.lock()
+        first.write_info(info())
+        with pytest.raises(UsageError, match=f"going on, process {os.getpid()} on .*; stop it"):
+            open_(tmp_path / "run").lock()
+        first.lock()  # one's own is no hindrance
+    with open_(tmp_path / "run") as second:
+        second.lock()
+    with open_(tmp_path / "run") as third:
+        third.lock()
+
+
+def test_of_two_that_are_given_one_empty_directory_one_is_refused(tmp_path: Path) -> None:
+    with create(tmp_path, "x"):
+        with pytest.raises(UsageError, match="not empty"):
+            create(tmp_path, "x")
+        (tmp_path / "logs").rmdir()  # as if the other had come no further than its lock
+        (tmp_path / "checkpoints").rmdir()
+        with pytest.raises(UsageError, match="going on"):
+            create(tmp_path, "x")
+    made(tmp_path)
+
+
+def test_a_killed_controller_frees_its_run_and_is_not_taken_for_alive(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from dbctl.rundir import *\n"
+        "r = create(Path(sys.argv[1]), 'x')\n"
+        "r.write_info(RunInfo.of_this_process('r', control='', command=sys.argv))\n"
+        "print('ready', flush=True); time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        run_dir = open_(tmp_path / "run")
+        assert run_dir.read_info().is_alive()
+        with pytest.raises(UsageError, match=f"process {process.pid} on"):
+            run_dir.lock()
+        process.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not run_dir.read_info().is_alive()  # a zombie does not run
+        run_dir.lock()
+        run_dir.close()
+    assert not run_dir.read_info().is_alive()
+
+
+def test_another_process_or_boot_with_the_same_pid_is_not_the_controller() -> None:
+    assert info().is_alive()
+    assert not info(pid_start=info().pid_start + 1).is_alive()
+    assert not info(boot="another").is_alive()
+    assert not info(pid=2**22 + 1).is_alive()
+
+
+def test_the_start_time_is_found_behind_any_process_name(tmp_path: Path) -> None:
+    """proc(5): the name is in parentheses and may hold anything."""
+    name = tmp_path / "a) R 1 (b"
+    name.symlink_to(subprocess.run(["which", "sleep"], capture_output=True, text=True).stdout[:-1])
+    with subprocess.Popen([name, "60"]) as process:
+        start = rundir._process_start(process.pid)
+        assert start is not None
+        assert abs(start - (rundir._process_start(os.getpid()) or 0)) < 600 * 100
+        process.kill()
+
+
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(RunError, match="cannot be locked: no locks available"):
+        create(tmp_path / "run", "x")
+
+
+# --------------------------------------------------------------------------- status, metrics
+
+
+def test_status_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with create(tmp_path / "run", "x") as run_dir:
+        assert run_dir.read_status() == {}
+        run_dir.write_status({"step": 1, "loss": float("nan")})
+        assert run_dir.read_status() == {"step": 1, "loss": None}
+
+        def replace(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "replace", replace)
+        with pytest.raises(RunError, match=r"status\.json: cannot be written: no space left"):
+            run_dir.write_status({"step": 2})
+        assert run_dir.read_status() == {"step": 1, "loss": None}
+        assert sorted(os.listdir(run_dir.path)) == [".lock", "checkpoints", "logs", "status.json"]
+
+
+def test_metrics_go_on_after_a_resume(tmp_path: Path) -> None:
+    """ray#46814."""
+    path = tmp_path / "metrics.jsonl"
+    assert list(read_metrics(path)) == []
+    for start in (0, 3):
+        with Metrics(path) as metrics:
+            for step in range(start, start + 3):
+                metrics.append({"step": step, "name": "é", "loss": float("inf")})
+                assert [r["step"] for r in read_metrics(path)] == list(range(step + 1))
+    assert path.read_text("utf-8").splitlines()[5] == '{"step":5,"name":"é","loss":null}'
+
+
+@pytest.mark.parametrize(
+    ("tail", "n_kept"),
+    [
+        (b'{"step":1', 1),
+        (b'{"step":1}', 2),  # only the newline was cut
+        (b"\0" * 9, 1),
+        (b'{"step":"\xc3', 1),
+        (b'{"x":"' + b"y" * (3 << 16), 1),
+        (b"1", 1),
+    ],
+)
+def test_a_cut_last_line_is_left_out_and_ended_before_the_next(
+    tmp_path: Path, tail: bytes, n_kept: int
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = b'{"step":0}\n'
+    path.write_bytes(first + tail)
+    assert len(list(read_metrics(path))) == n_kept
+    with Metrics(path) as metrics:
+        metrics.append({"step": 9})
+    assert [r["step"] for r in read_metrics(path)] == [*range(n_kept), 9]
+    assert all(isinstance(json.loads(line), dict) for line in path.read_bytes().splitlines())
+
+
+def test_a_file_that_is_one_cut_line_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"st')
+    with Metrics(path) as metrics:
+        metrics.append({"step": 0})
+    assert path.read_bytes() == b'{"step":0}\n'
+
+
+def test_each_line_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a kill leaves at most one cut line."""
+    real, writes = os.write, []
+
+    def write(fd: int, data: bytes) -> int:
+        writes.append(bytes(data))
+        return real(fd, data)
+
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        monkeypatch.setattr(os, "write", write)
+        metrics.append({"step": 0})
+        metrics.append({"step": 1})
+        monkeypatch.undo()
+    assert writes == [b'{"step":0}\n', b'{"step":1}\n']
+
+
+def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Metrics(path) as metrics:
+        metrics.append({"step": 0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
+        try:
+            with pytest.raises(RunError, match=r"jsonl: cannot be written: file too large"):
+                metrics.append({"text": "x" * 200})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        assert path.read_bytes() == b'{"step":0}\n'
+        metrics.append({"step": 1})
+    assert [record["step"] for record in read_metrics(path)] == [0, 1]
+
+
+def test_metrics_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot be written: is a directory"):
+        Metrics(tmp_path)
+    with pytest.raises(RunError, match=r"cannot be read: is a directory"):
+        list(read_metrics(tmp_path))
