@@ -63,6 +63,13 @@ def _sources(values: Values) -> Iterator[Fault]:
         if values.get((*path, "scale")) is not None and values.get((*path, "standardize")) is True:
             message = "expected scale or standardize, found both; remove one"
             yield Fault((*path, "standardize"), message)
+            return
+    # Measuring rows that were prepared otherwise than those trained on says nothing.
+    train = values.get(("data", "train", "standardize"))
+    test = values.get(("data", "test", "standardize"))
+    if train is not None and test is not None and train != test:
+        message = f"expected {str(train).lower()} as in data.train, found {str(test).lower()}"
+        yield Fault(("data", "test", "standardize"), message)
 
 
 def _stop(values: Values) -> Iterator[Fault]:

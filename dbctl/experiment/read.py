@@ -146,6 +146,8 @@ class _Reader:
     def __init__(self, directory: str, problems: list[Problem]) -> None:
         self.directory = directory
         self.problems = problems
+        # Where the YAML was refused already; a value that stands there is not judged again.
+        self.told = {(one.line, one.column) for one in problems if one.line}
         self.values: dict[Path, Any] = {}
         self.places: dict[Path, Place] = {}
 
@@ -179,10 +181,7 @@ class _Reader:
         return value
 
     def _wrong(self, tree: Tree, annotation: Any, path: Path) -> _Failed:
-        told = tree.place.line and any(
-            (one.line, one.column) == tree.place[1:] for one in self.problems
-        )
-        if told:  # the YAML of this value was refused already
+        if tree.place[1:] in self.told:
             return _FAILED
         wanted, got = expected(annotation), found(tree)
         self.refuse(tree.place, path, f"expected {wanted}, found {got}{hint(annotation, tree)}")

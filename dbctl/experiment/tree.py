@@ -21,7 +21,7 @@ from dbctl.errors import ExperimentError, Problem
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
-MAX_NODES = 20_000
+MAX_NODES = 5_000
 MAX_DIGITS = 100  # of one number: more is a mistake, and int() of 4300 digits raises
 
 Value = None | bool | int | float | str
