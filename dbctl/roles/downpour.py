@@ -105,6 +105,8 @@ class Downpour:
         self._since = 0.0
         self._report_at = NEVER
         self._asked_at = -1
+        self._fetched_step = -1  # the step that the last fetch was asked for
+        self._missing: set[str] = set()  # shards whose answer has not been copied yet
         self._started = False
         self._totals = Totals()
 
@@ -112,7 +114,7 @@ class Downpour:
 
     @property
     def due(self) -> float:
-        if self._runnable():
+        if self._runnable() or self._holding():
             return NOW
         timers = min(channel.due for channel in self._channels)
         return min(timers, self._report_at)
@@ -155,7 +157,7 @@ class Downpour:
             case Phase.IDLE:
                 return self._must_end() or self.at.step < self._grant.until
             case Phase.FETCHING:
-                return all(channel.answer is not None for channel in self._channels)
+                return not self._missing
             case Phase.SLOT:
                 return self._slot is not None or self._slots.available(self._acked())
             case Phase.COMPUTE | Phase.COMPUTED:
@@ -166,6 +168,12 @@ class Downpour:
                 return self._halt is not None
             case Phase.HALTED:
                 return False
+
+    def _holding(self) -> bool:
+        """An answer can be copied. Not while its parameters are in use by the step in hand."""
+        if self._phase in (Phase.COMPUTE, Phase.COMPUTED):
+            return False
+        return any(channel.answer is not None for channel in self._channels)
 
     def _must_end(self) -> bool:
         if self._halt is not None:
@@ -181,6 +189,8 @@ class Downpour:
         for channel in self._channels:
             if now >= channel.due:
                 effects += channel.resend(now)
+        if self._holding():
+            effects += self._copy_answers(now)
         while not effects and self._runnable():
             if self._phase is Phase.COMPUTE:
                 self._compute()
@@ -200,9 +210,9 @@ class Downpour:
                     return self._flush(now)
                 return self._begin_step(now)
             case Phase.FETCHING:
-                effects = self._copy_answers(now)
+                self._totals.fetch_wait_s += now - self._since
                 self._phase, self._since = Phase.SLOT, now
-                return effects
+                return []
             case Phase.SLOT:
                 self._totals.push_wait_s += now - self._since
                 if self._halt is not None:
@@ -226,35 +236,38 @@ class Downpour:
     def _begin_step(self, now: float) -> Effects:
         self._since = now
         fetch = self._fresh or self.at.step % self._start.n_fetch == 0
-        if not fetch and not any(channel.asked for channel in self._channels):
-            self._phase = Phase.SLOT
-            return []
-        self._phase = Phase.FETCHING
+        self._phase = Phase.FETCHING if fetch else Phase.SLOT
         self._fresh = False
-        return self._ask(now, after=self._pushed)
+        if not fetch or self._fetched_step == self.at.step:
+            return []
+        return self._ask(now, self.at.step, after=self._pushed)
 
-    def _ask(self, now: float, *, after: int) -> Effects:
-        effects: Effects = []
-        for channel in self._channels:
-            if not channel.asked:
-                effects += channel.ask(now, after=after)
-        return effects
+    def _ask(self, now: float, step: int, *, after: int) -> Effects:
+        self._fetched_step = step
+        self._missing = set(self._by_shard)
+        return [e for channel in self._channels for e in channel.ask(now, after=after)]
 
     def _ask_ahead(self, now: float) -> Effects:
         """With overlap, the fetch of the next step: it must hold the last push but one."""
         ahead = self._start.overlap and (self.at.step + 1) % self._start.n_fetch == 0
-        return self._ask(now, after=self._pushed - 1) if ahead else []
+        return self._ask(now, self.at.step + 1, after=self._pushed - 1) if ahead else []
 
     def _copy_answers(self, now: float) -> Effects:
-        self._totals.fetch_wait_s += now - self._since
+        """Copies what has come and gives it back at once, whatever else is waited for.
+
+        Whoever holds one shard's buffer while waiting for another's answer, an acknowledgement or a
+        grant can stop all others for ever.
+        """
         effects: Effects = []
         for channel in self._channels:
             answer = channel.answer
-            assert answer is not None
+            if answer is None:
+                continue
+            self._missing.discard(channel.shard)
             local = self.parameters[channel.span.slice()]
             np.copyto(local, answer.payload)
             self._totals.bytes_fetched += local.nbytes
-            effects += channel.give_back()
+            effects += channel.give_back(now)
             if self._start.overlap:
                 self._subtract_later(channel, answer.holds)
         return effects

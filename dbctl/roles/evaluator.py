@@ -91,19 +91,19 @@ class Evaluator:
         if self._fetched:
             return effects + self._measure_one(now, self._asked)
         if self._can_copy():
-            return effects + self._copy(self._asked)
+            return effects + self._copy(now, self._asked)
         if self._can_ask():
             for channel in self._channels:
                 if not channel.asked:
                     effects += channel.ask(now, after=0)
         return effects
 
-    def _copy(self, asked: Evaluate) -> Effects:
+    def _copy(self, now: float, asked: Evaluate) -> Effects:
         effects: Effects = []
         for channel in self._channels:
             assert channel.answer is not None
             np.copyto(self._parameters[channel.span.slice()], channel.answer.payload)
-            effects += channel.give_back()
+            effects += channel.give_back(now)
         self._version = max(channel.version for channel in self._channels)
         self._n_batches = self._measure.begin(asked.part, asked.of)
         self._fetched = True

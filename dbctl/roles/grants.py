@@ -22,6 +22,7 @@ class _Replica:
     begin: Position
     steps_per_epoch: int
     done: int  # own steps, as last reported
+    released: int  # own steps when all were let go: a lead counts from there
     until: int
     live: bool = True
     chunk: int = FIRST_GRANT
@@ -49,7 +50,7 @@ class Grants:
         self._warmstart = warmstart
         self._max_lead = max_lead
         self._replicas = {
-            number: _Replica(begin, steps_per_epoch, begin.step, begin.step)
+            number: _Replica(begin, steps_per_epoch, begin.step, begin.step, begin.step)
             for number, (begin, steps_per_epoch) in replicas.items()
         }
 
@@ -62,7 +63,10 @@ class Grants:
 
     def advance(self, number: int, step: int) -> None:
         replica = self._replicas[number]
+        warming = self.in_warmstart()
         replica.done = max(replica.done, step)
+        if warming:
+            replica.released = replica.done
 
     def dead(self, number: int) -> None:
         """What it had been granted and did not do goes back to the others."""
@@ -104,10 +108,10 @@ class Grants:
         if self.in_warmstart():
             left = self._warmstart - self.done() if number == self._first() else 0
             bounds.append((replica.done + left, False))
-        if self._max_lead is not None:
-            running = [r.done for r in self._replicas.values() if self._runs(r)]
-            slowest = min(running, default=replica.done)
-            bounds.append((slowest + self._max_lead, False))
+        elif self._max_lead is not None:
+            leads = [r.done - r.released for r in self._replicas.values() if self._runs(r)]
+            least = min(leads, default=replica.done - replica.released)
+            bounds.append((replica.released + least + self._max_lead, False))
         bound = min(value for value, _ in bounds)
         return bound, any(final for value, final in bounds if value == bound)
 

@@ -16,6 +16,7 @@ from dbctl.roles.base import NEVER, Allocate, Buffer, Effects, Send
 from dbctl.wire import Ack, Fetch, Hello, Message, Params, Push, Return, Welcome
 
 MAX_BACK_OFF_S = 5.0
+MAX_RESENT = 2
 
 
 class Timer:
@@ -56,10 +57,12 @@ class Channel:
         self._hello_timer = Timer(resend_s)
         self._fetch_timer = Timer(resend_s)
         self._push_timer = Timer(resend_s)
+        self._return_timer = Timer(2 * resend_s)
 
     @property
     def due(self) -> float:
-        return min(self._hello_timer.at, self._fetch_timer.at, self._push_timer.at)
+        timers = (self._hello_timer, self._fetch_timer, self._push_timer, self._return_timer)
+        return min(timer.at for timer in timers)
 
     @property
     def asked(self) -> bool:
@@ -121,8 +124,13 @@ class Channel:
         self._fetch_timer.begin(now)
         return [Send(self.shard, self._fetch)]
 
-    def give_back(self) -> Effects:
-        """The answer was copied: its buffer is the shard's again."""
+    def give_back(self, now: float) -> Effects:
+        """The answer was copied: its buffer is the shard's again.
+
+        Nothing acknowledges a Return, and one that is lost can stop everybody: it is said again
+        for as long as no newer one follows.
+        """
+        self._return_timer.begin(now)
         assert self.answer is not None
         self._returned = self.answer.handout
         self.version = self.answer.version
@@ -145,9 +153,14 @@ class Channel:
         if now >= self._fetch_timer.at and self._fetch is not None:
             self._fetch_timer.again(now)
             effects.append(Send(self.shard, self._fetch))
+        if now >= self._return_timer.at:
+            self._return_timer.again(now)
+            effects.append(Send(self.shard, Return(self._returned)))
         if now >= self._push_timer.at:
             self._push_timer.again(now)
-            effects += [Send(self.shard, push) for push in self._unacked.values()]
+            # The oldest only: a receiver has few messages in assembly, and files nothing else.
+            oldest = list(self._unacked.values())[:MAX_RESENT]
+            effects += [Send(self.shard, push) for push in oldest]
         return effects
 
 
