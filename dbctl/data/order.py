@@ -1,0 +1,63 @@
+"""Which rows a replica has, and in which order it sees them: pure functions of the seed.
+
+Rules of this file: integers only; no state. Everything is a function of seed, replica and epoch, so
+nothing of it is ever stored or sent (reliability.md, G18).
+
+Theory of operation: a permutation is the stable order of Philox's raw words, one a row. Only the
+raw words of a bit generator are kept the same by numpy for good; its `permutation` and `shuffle`
+are not. Row i of one permutation belongs to replica i mod R in every epoch (paper A, section 4.1:
+the training data is divided into subsets); only its order within the replica changes.
+
+A replica can have no rows (fewer rows than replicas): `subset` is empty then and
+`steps_per_epoch` 0; such a replica has nothing to do in any epoch.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+def stream(seed: int, name: str) -> np.random.Philox:
+    """The bit generator of one seed and one name, at its first word.
+
+    The key is 128 bits of BLAKE2b of both, so that no two names share a stream.
+    """
+    digest = blake2b(f"{seed} {name}".encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little"))
+
+
+def permutation(n: int, seed: int, name: str) -> Indices:
+    """A permutation of 0 to n - 1, int64 (n,); the same on every version of numpy."""
+    words: NDArray[Any] = stream(seed, name).random_raw(n)
+    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+
+
+def subset(n_rows: int, seed: int, *, replica: int, replicas: int) -> Indices:
+    """The rows of `replica`: int64, in the order of the permutation; empty if it has none.
+
+    Every row belongs to exactly one replica; their counts are equal within one.
+    """
+    assert 0 <= replica < replicas, f"no replica {replica} among {replicas}"
+    return permutation(n_rows, seed, "rows")[replica::replicas].copy()
+
+
+def epoch_order(n: int, seed: int, *, replica: int, epoch: int) -> Indices:
+    """The order in which `replica` sees its `n` rows in `epoch`: positions in its own subset."""
+    return permutation(n, seed, f"order {replica} {epoch}")
+
+
+def steps_per_epoch(n: int, batch_size: int) -> int:
+    """Mini-batches of one pass over `n` rows, the last one maybe short; 0 without rows."""
+    return -(-n // batch_size)
+
+
+def batch_rows(order: Indices, index: int, batch_size: int) -> Indices:
+    """The rows of mini-batch `index` of an epoch; the last one may be short, never empty."""
+    assert 0 <= index < steps_per_epoch(len(order), batch_size), f"no mini-batch {index}"
+    return order[index * batch_size : (index + 1) * batch_size]

@@ -1,0 +1,255 @@
+"""From a source's spec to its rows and labels, checked; and whether a network fits them.
+
+Rules of this file: `open_source` is the only way to data. Whatever is wrong with a file is a
+DataError that names it, says what was expected and found, and what to do, before memory is taken
+for its rows.
+
+Theory of operation: each format gives `Stored` arrays whose header agrees with the file; here
+their counts are compared, `rows` is applied, labels are read and looked at one by one (there is
+one a row) while x stays where it is. A bad row of x, say with NaN, is not a fault of the file:
+the worker refuses its gradient (docs/reliability.md, G14).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from typing import Literal, final
+
+import numpy as np
+
+from dbctl.data.csv_file import read_csv
+from dbctl.data.files import open_file, size_of
+from dbctl.data.idx import open_idx
+from dbctl.data.npy import open_npy, open_npz
+from dbctl.data.rows import Array, ArrayRows, Rows, Stored, StreamRows
+from dbctl.data.synthetic import SyntheticRows
+from dbctl.errors import DataError
+from dbctl.experiment.specs import (
+    CsvSource,
+    DigitsSource,
+    IdxSource,
+    NpySource,
+    NpzSource,
+    SourceSpec,
+    SyntheticSource,
+)
+from dbctl.model.network import NetworkSpec, node_shapes
+
+DIGITS_PATH = os.path.join(os.path.dirname(__file__), "digits.npz")
+
+# A file up to this size is hashed whole; of a larger one its size and both ends.
+DIGEST_BYTES = 256 << 20
+END_BYTES = 1 << 20
+
+
+@final
+@dataclass(frozen=True)
+class Source:
+    """Rows and what is wanted of them.
+
+    x: `Rows` of shape (rows, features), as stored; `np.asarray(x)` reads them all.
+    y: labels, int64 (rows,), or targets, floats (rows, outputs), maybe mapped.
+    shape: of one row as the file has it, such as (28, 28). path: for messages.
+    """
+
+    path: str
+    x: Rows
+    y: Array
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return len(self.x)
+
+    @property
+    def features(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def kind(self) -> Literal["labels", "targets"]:
+        return "labels" if self.y.ndim == 1 else "targets"
+
+
+def open_source(spec: SourceSpec, *, classes_hint: int | None = None) -> Source:
+    """Open what `spec` names. `classes_hint`: labels must be below it, where it is known.
+
+    Raises DataError. Paths are taken as they are: relative ones from the working directory.
+    """
+    match spec:
+        case DigitsSource():
+            source = _open_digits(spec)
+        case IdxSource():
+            images = open_idx(spec.images, "data.*.images")
+            source = _join(images, open_idx(spec.labels, "data.*.labels"), spec.rows)
+        case NpzSource():
+            x = open_npz(spec.path, "data.*.path", member=spec.x)
+            source = _join(x, open_npz(spec.path, "data.*.path", member=spec.y), spec.rows)
+        case NpySource():
+            source = _join(open_npy(spec.x, "data.*.x"), open_npy(spec.y, "data.*.y"), spec.rows)
+        case CsvSource():
+            source = _open_csv(spec)
+        case SyntheticSource():
+            rows = SyntheticRows(spec)
+            source = Source("data source synthetic", rows, rows.labels, (spec.features,))
+    if classes_hint is not None and source.kind == "labels":
+        _check_labels(source, classes_hint)
+    return source
+
+
+def _open_digits(spec: DigitsSource) -> Source:
+    """scikit-learn's digits: test is every row whose index is 4 mod 5 (docs/experiments.md)."""
+    x = open_npz(DIGITS_PATH, "data.*.source", member="x")
+    y = open_npz(DIGITS_PATH, "data.*.source", member="y")
+    whole = _join(x, y, None)
+    is_test = np.arange(whole.rows) % 5 == 4
+    keep = np.flatnonzero(is_test if spec.split == "test" else ~is_test)
+    keep = keep[: _used(f"digits, split {spec.split}", len(keep), spec.rows)]
+    return Source(whole.path, ArrayRows(whole.x.take(keep)), whole.y[keep], (8, 8))
+
+
+def _open_csv(spec: CsvSource) -> Source:
+    table = read_csv(spec.path, "data.*.path", label=spec.label, limit=spec.rows)
+    _used(spec.path, len(table.y), spec.rows)
+    y = table.y.astype(np.int64) if table.whole else table.y[:, None]
+    _check_values(spec.path, y)
+    return Source(spec.path, ArrayRows(table.x), y, table.x.shape[1:])
+
+
+def _join(x: Stored, y: Stored, limit: int | None) -> Source:
+    """The first `limit` rows of two arrays that must be equally long."""
+    if x.shape[0] != y.shape[0]:
+        raise DataError(
+            x.path,
+            f"holds {x.shape[0]:,} rows, but {y.path} {y.shape[0]:,} labels; "
+            f"give two that belong together",
+        )
+    n = _used(x.path, x.shape[0], limit)
+    outputs = prod(y.shape[1:])
+    if y.dtype.kind != "f" and outputs != 1:
+        raise DataError(
+            y.path,
+            f"expected one whole-number label a row, or rows of float targets, found {y.dtype} of "
+            f"shape {y.shape}; save numbers of classes, or targets as floats",
+        )
+    stored = y.load(n)
+    # Mapped targets stay in their file: those of an autoencoder are as large as x.
+    values = stored.array if isinstance(stored, ArrayRows) else np.asarray(stored)
+    if y.dtype == np.uint64:
+        values = np.minimum(values, np.uint64(2**63 - 1))  # still above any count of classes
+    if y.dtype.kind != "f":
+        values = values.reshape(-1).astype(np.int64)
+    _check_values(y.path, values)
+    return Source(x.path, x.load(n), values, x.shape[1:] or (1,))
+
+
+def _used(path: str, n: int, limit: int | None) -> int:
+    """How many of `n` rows are used."""
+    if limit is not None and limit > n:
+        raise DataError(path, f"rows: expected {limit:,}, found {n:,}; lower data.*.rows to {n}")
+    return n if limit is None else limit
+
+
+def _check_values(path: str, y: Array) -> None:
+    """No label is negative, no target nan or infinite."""
+    start = 0
+    for block in ArrayRows(y).blocks():
+        good = block >= 0 if y.ndim == 1 else np.isfinite(block)
+        if not good.all():
+            row = start + int(np.argmin(good.all(axis=1)))
+            wanted = "a label of 0 or more" if y.ndim == 1 else "finite targets"
+            raise DataError(
+                path,
+                f"row {row} (from 0): expected {wanted}, found {y[row]}; mend or leave out the row",
+            )
+        start += len(block)
+
+
+def check(source: Source, network: NetworkSpec) -> None:
+    """Whether `network` can be trained on `source`; a compressed file is read to its end for it.
+
+    Raises DataError: another count of features, a label without an output, targets of another width
+    or for a loss that takes only labels, a damaged file.
+    """
+    wanted = prod(network.input)
+    if source.features != wanted:
+        shape = " x ".join(str(n) for n in source.shape)
+        raise DataError(
+            source.path,
+            f"has {source.features} features a row ({shape}), but network.input "
+            f"{list(network.input)} takes {wanted}; change network.input or the data",
+        )
+    units = prod(node_shapes(network)[-1])
+    if source.kind == "labels":
+        _check_labels(source, units)
+    elif network.loss != "squared":
+        raise DataError(
+            source.path,
+            f"has float targets, but loss {network.loss} takes whole-number labels; "
+            f"store them as integers, or use loss: squared",
+        )
+    elif source.y.shape[1] != units:
+        raise DataError(
+            source.path,
+            f"has {source.y.shape[1]} targets a row, but the last layer has {units} units; "
+            f"change its units or the data",
+        )
+    if isinstance(source.x, StreamRows) and not source.x.verified:
+        for _ in source.x.blocks():
+            pass
+
+
+def _check_labels(source: Source, classes: int) -> None:
+    greatest = int(source.y.max())
+    if greatest >= classes:
+        row = int(np.argmax(source.y))
+        raise DataError(
+            source.path,
+            f"row {row} (from 0) has label {greatest}, but the last layer has {classes} units "
+            f"(labels 0 to {classes - 1}); give it at least {greatest + 1} units",
+        )
+
+
+def digest(spec: SourceSpec) -> str:
+    """A cheap identity of the data, for run.json: SHA-256 over the files' sizes and bytes, as hex.
+
+    Of a file above `DIGEST_BYTES` only the size and both ends count. Names of files do not, so
+    moved data stays the same; what is picked from them (members, column, rows) does. Raises
+    DataError.
+    """
+    total = sha256()
+    files: list[tuple[str, str]]
+    picked: tuple[object, ...] = ()
+    match spec:
+        case DigitsSource():
+            files, picked = [(DIGITS_PATH, "data.*.source")], (spec.split,)
+        case IdxSource():
+            files = [(spec.images, "data.*.images"), (spec.labels, "data.*.labels")]
+        case NpzSource():
+            files, picked = [(spec.path, "data.*.path")], (spec.x, spec.y)
+        case NpySource():
+            files = [(spec.x, "data.*.x"), (spec.y, "data.*.y")]
+        case CsvSource():
+            files, picked = [(spec.path, "data.*.path")], (spec.label,)
+        case SyntheticSource():
+            files = []
+            picked = (spec.features, spec.classes, spec.noise, spec.seed, spec.split)
+    total.update(repr((spec.source, spec.rows, picked)).encode())
+    for path, key in files:
+        total.update(_file_digest(path, key))
+    return total.hexdigest()
+
+
+def _file_digest(path: str, key: str) -> bytes:
+    hashed = sha256()
+    with open_file(path, key) as file:
+        size = size_of(file)
+        hashed.update(f"{size} ".encode())
+        if size > DIGEST_BYTES:
+            hashed.update(file.read(END_BYTES))
+            file.seek(-END_BYTES, os.SEEK_END)
+        while data := file.read(END_BYTES):
+            hashed.update(data)
+    return hashed.digest()
