@@ -404,8 +404,16 @@ def test_numba_is_imported_only_where_it_earns_its_import() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_numba_that_cannot_be_imported_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Missing, or an old one that refuses this numpy: both are an ImportError.
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert not fast.usable.__wrapped__()
+    monkeypatch.setitem(sys.modules, "numba", sys)
+    assert fast.usable.__wrapped__()
+
+
 def test_size_decides_and_only_where_numba_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for there in (True, False):
-        monkeypatch.setattr(fast, "installed", lambda there=there: there)
+        monkeypatch.setattr(fast, "usable", lambda there=there: there)
         assert fast.earns(fast.FAST_FROM) is there
         assert not fast.earns(fast.FAST_FROM - 1)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -30,17 +29,22 @@ FAST_FROM = 1 << 21  # elements
 
 
 @cache
-def installed() -> bool:
-    return find_spec("numba") is not None
+def usable() -> bool:
+    """Whether numba is there and takes this numpy, which only its import can tell."""
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def earns(n_elements: int) -> bool:
-    """Whether numba is there and a vector of this length pays for it.
+    """Whether a vector of this length pays for numba and numba is there.
 
     From FAST_FROM on an Adagrad update saves a millisecond or more, which returns the import within
     some hundred updates, and its memory is no longer many times the shard's own.
     """
-    return n_elements >= FAST_FROM and installed()
+    return n_elements >= FAST_FROM and usable()
 
 
 # ---------------------------------------------------------------- what numba compiles
