@@ -149,7 +149,9 @@ def test_sizes() -> None:
 
 
 def test_three_positional_parameters_then_keywords() -> None:
-    assert faults(many_positionals, SOURCES) == []
+    # numba compiles for types by place: what it compiles has no keywords.
+    sources = [path for path in SOURCES if path != ROOT / "dbctl/optim/fast.py"]
+    assert faults(many_positionals, sources) == []
 
 
 def test_modules_say_their_rules() -> None:
