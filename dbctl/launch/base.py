@@ -1,0 +1,167 @@
+"""What a launcher is: it brings up one agent on each host, and nothing else.
+
+Rules of this package: launchers do not know each other; what they say to a program is a list of
+words, never a shell string; every wait has an end. The controller speaks to an agent through its
+endpoint; the launcher's own hold on it is the agent's standard input, whose end ends the agent.
+
+Theory of operation. `start_async` only starts programs, so that the controller reads files and
+imports libraries while they load; `wait_ready` waits for each agent's READY line on its standard
+output (whatever a login shell prints before it is skipped); `start` is both. `stop` lets go of the
+standard input and waits; what does not end is killed. The seam carries no more than this, so that
+ssh, Slurm or Ray are one small file each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import dbctl
+from dbctl.plan import NodeSpec
+from dbctl.process import escape
+from dbctl.wire import PROTOCOL_VERSION, Start
+
+RUNTIME_PREFIX = "dbctl-"
+# An address of a socket holds 107 bytes; worker-9999.9999.9999.sock and more must fit behind this.
+RUNTIME_BYTES_MAX = 107 - 36
+READY_BYTES_MAX = 1 << 16
+
+
+@dataclass(frozen=True)
+class AgentHandle:
+    """An agent that said READY: its name, its host for people, its endpoint for `Link.connect`."""
+
+    name: str
+    host: str
+    endpoint: str
+    pid: int
+    incarnation: int = 1
+
+
+class Launcher(Protocol):
+    def start_async(self) -> None:
+        """Starts the programs and returns at once. LaunchError: a program is not there."""
+
+    def wait_ready(self) -> list[AgentHandle]:
+        """One agent a host, in bounded time. LaunchError: host, remote words, log path."""
+
+    def start(self) -> list[AgentHandle]:
+        """`start_async`, then `wait_ready`."""
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends every agent within about `timeout_s`; called twice, or before `start`, too."""
+
+
+def python_command(part: str, *words: str) -> tuple[str, ...]:
+    """The command of one of dbctl's own processes under this very Python.
+
+    -P: what lies in the user's directory (`queue.py`, `numpy/`) is never imported from there.
+    """
+    return (sys.executable, "-P", "-m", "dbctl", part, *words)
+
+
+def python_environment() -> dict[str, str]:
+    """What a process of a run needs besides this one's environment: the same dbctl as here."""
+    root = str(Path(dbctl.__file__).resolve().parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def thread_variables(threads: int) -> tuple[tuple[str, str], ...]:
+    """What tells numpy's libraries their count of threads: they read it once, when loaded."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    return tuple((name, str(threads)) for name in names)
+
+
+def start_order(spec: NodeSpec, *, nice: int = 0, env: tuple[tuple[str, str], ...] = ()) -> Start:
+    """What the controller tells an agent of this host to start for `spec`; `env` wins."""
+    import msgspec
+
+    return Start(
+        node=spec.node,
+        incarnation=spec.incarnation,
+        argv=python_command("node", spec.node),
+        env=(*thread_variables(spec.threads), *env),
+        spec=msgspec.json.encode(spec).decode(),
+        nice=nice,
+    )
+
+
+def make_runtime() -> str:
+    """A new private (0700) directory for a run's sockets, its name short enough for them.
+
+    Under $XDG_RUNTIME_DIR, else the directory for temporary files, else /tmp where those are too
+    long or not ours to write. OSError: nowhere.
+    """
+    candidates = [os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]
+    length = len(f"/{RUNTIME_PREFIX}12345678")
+    for base in candidates:
+        if not os.path.isabs(base) or len(os.fsencode(base)) + length > RUNTIME_BYTES_MAX:
+            continue
+        try:
+            return tempfile.mkdtemp(prefix=RUNTIME_PREFIX, dir=base)
+        except OSError:
+            if base == candidates[-1]:
+                raise
+    raise OSError(f"no directory for sockets in any of {candidates}")
+
+
+class NotReady(Exception):
+    """No READY line: the message says what was seen instead."""
+
+
+def read_ready(process: subprocess.Popen[bytes], deadline: float) -> dict[str, object]:
+    """The fields of the agent's READY line; lines before it are skipped, and shown in NotReady.
+
+    `deadline` on the monotonic clock. The process must have been started with stdout=PIPE and
+    bufsize=0.
+    """
+    assert process.stdout is not None
+    fd = process.stdout.fileno()
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    data = b""
+    while True:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0.0 or not poll.poll(1000.0 * left_s):
+            raise NotReady(f"did not say READY in time{_words(data)}")
+        chunk = os.read(fd, 65536)
+        data += chunk
+        *lines, _ = data.split(b"\n")
+        for line in lines:
+            if line.startswith(b"READY "):
+                return _fields(line.removeprefix(b"READY "))
+        if not chunk:
+            raise NotReady(f"ended before it was ready{_words(data)}")
+        if len(data) > READY_BYTES_MAX:
+            raise NotReady(f"said {len(data)} bytes, none of them READY{_words(data[:1000])}")
+
+
+def _fields(line: bytes) -> dict[str, object]:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict) or not isinstance(fields.get("endpoint"), str):
+        raise NotReady(f"said a READY line that is none{_words(line)}")
+    here = (dbctl.__version__, PROTOCOL_VERSION)
+    there = (fields.get("version"), fields.get("protocol"))
+    if there != here:
+        raise NotReady(
+            f"is dbctl {there[0]} with protocol {there[1]}, expected {here[0]} with {here[1]}: "
+            "install the same version on every host"
+        )
+    return fields
+
+
+def _words(data: bytes) -> str:
+    text = escape(data.decode("utf-8", "backslashreplace")).strip()
+    return f"; it said: {text}" if text else ""

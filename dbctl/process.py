@@ -1,0 +1,120 @@
+"""What every process of a run does whatever its part: its log, its input, its parent's end.
+
+Rules of this file: no import that costs time (every process loads it before everything else); a log
+line goes to standard error, which whoever started the process sends to logs/NODE.log. Text
+that comes from a file, a peer or another host is escaped before a person sees it: a control
+character in a log must not move the cursor of the terminal that shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+
+# What a node ends with; the agent reports it to the controller.
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_FENCED = 4  # its lease ran out
+EXIT_ORPHANED = 5  # its agent is gone
+
+# The spec on a node's standard input: what a pipe may be made to hold, so that writing never waits.
+SPEC_BYTES_MAX = 1 << 20
+
+TAIL_LINES = 20
+TAIL_BYTES = 4096
+
+# Wall time is for people only and may jump: take it once, go on with the monotonic clock.
+_WALL_S = time.time() - time.monotonic()
+
+
+def log(node: str, text: str) -> None:
+    """One event of `node`, with the local time to a millisecond; never raises for a full disk."""
+    now_s = _WALL_S + time.monotonic()
+    stamp = time.strftime("%H:%M:%S", time.localtime(now_s))
+    try:
+        sys.stderr.write(f"{stamp}.{int(now_s * 1000) % 1000:03d} {node} {text}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):  # the disk is full or the reader went: the run matters more
+        pass
+
+
+def escape(text: str) -> str:
+    """`text` with every character that is neither printable nor a newline as its escape."""
+    return "".join(
+        c if c == "\n" or c.isprintable() else c.encode("unicode_escape", "replace").decode()
+        for c in text.expandtabs(4)
+    )
+
+
+def one_line(error: BaseException, limit: int = 500) -> str:
+    """An exception as one escaped line of at most `limit` characters."""
+    text = " ".join(f"{error}".split())
+    name = type(error).__name__
+    return escape(f"{name}: {text}" if text else name)[:limit]
+
+
+def tail(path: str | Path, start: int = 0) -> str:
+    """The last lines (20, 4 KiB) of the log `path` from byte `start` on, escaped; "" if none."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            first = max(start, size - TAIL_BYTES)
+            file.seek(first)
+            # Bounded: what another process appends meanwhile is not read.
+            data = file.read(TAIL_BYTES)
+    except OSError:
+        return ""
+    text = data.decode("utf-8", "backslashreplace")
+    if first > start and "\n" in text:
+        text = text.split("\n", 1)[1]  # the first line is likely cut
+    # Escapes are longer than what they stand for: keep the limit after escaping too.
+    lines = escape(text).rstrip("\n").split("\n")[-TAIL_LINES:]
+    return "\n".join(lines)[-TAIL_BYTES:]
+
+
+def beat_s(lease_s: float) -> float:
+    """Seconds between two beats: one, or less under a short lease.
+
+    A node's lease is as old as two beats, its own and the agent's: a few may be lost.
+    """
+    return min(1.0, lease_s / 6.0)
+
+
+def read_line(fd: int, limit: int) -> bytes | None:
+    """One line of at most `limit` bytes, without its newline; None where the input ends before it.
+
+    Unbuffered: what follows the line stays in the pipe, whose end is watched for later.
+    """
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        chunk = os.read(fd, 65536)
+        if not chunk or len(data) + len(chunk) > limit:
+            return None
+        data += chunk
+    return bytes(data[:-1])
+
+
+def end_with_parent(signal_number: int) -> None:
+    """Asks Linux for `signal_number` when the thread that started this process ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal_number), 0, 0, 0)
+
+
+def clear_runtime(runtime: str | Path) -> None:
+    """Removes the sockets in a private directory, and the directory if nothing else is in it."""
+    try:
+        with os.scandir(runtime) as entries:
+            found = list(entries)
+        for entry in found:
+            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                os.unlink(entry.path)
+        os.rmdir(runtime)
+    except OSError:
+        pass  # gone already, or somebody's files are in it: not ours to remove
