@@ -116,7 +116,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         yield disk
     finally:
-        subprocess.run(["umount", disk], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_a_disk_that_cannot_be_written_is_one_clear_error(read_only: Path) -> None:

@@ -215,7 +215,7 @@ def plan_layout(
     `vectors` begins with `parameters`. `tensors` cover the flat vector from 0 without a gap. A
     file is begun anew before the tensor that would carry it over `cut_bytes`.
     """
-    fault = _fault(tensors, vectors, dtype, cut_bytes)
+    fault = _fault(tensors, vectors, dtype=dtype, cut_bytes=cut_bytes)
     if fault:
         raise ValueError(fault)
     code, item_bytes = _SAFETENSORS_DTYPES[dtype]
@@ -297,7 +297,7 @@ class _Planner:
             segments.append(segment)
 
 
-def _fault(tensors: Sequence[Tensor], vectors: Sequence[str], dtype: str, cut_bytes: int) -> str:
+def _fault(tensors: Sequence[Tensor], vectors: Sequence[str], *, dtype: str, cut_bytes: int) -> str:
     if dtype not in _SAFETENSORS_DTYPES:
         return f"dtype {dtype!r}, expected one of {', '.join(_SAFETENSORS_DTYPES)}"
     if not tensors or cut_bytes < 1:
