@@ -198,6 +198,17 @@ def test_accruing_and_stepping_at_once_is_accruing_and_then_stepping(
     assert parameters.tobytes() == parameters2.tobytes()
 
 
+@both_kernels
+def test_a_step_that_overflows_is_silent(fast: bool) -> None:
+    top = np.full(3, np.finfo("float32").max)
+    accrued, gradient, parameters = top.copy(), top, -top
+    local_step(parameters, gradient, 2.0, fast=fast)
+    accrue_and_step(accrued, gradient, parameters, rate=2.0, fast=fast)
+    accrue(accrued, gradient)
+    assert np.isinf(parameters).all()
+    assert np.isinf(accrued).all()
+
+
 def test_the_accrued_gradient_of_appendix_7_1_is_a_sum() -> None:
     accrued = np.zeros(2, "float32")
     for g in (1.0, 2.0, 4.0):

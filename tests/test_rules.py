@@ -26,7 +26,7 @@ from dbctl.optim.rules import (
     SgdRuleSpec,
 )
 from dbctl.optim.schedules import ScheduleSpec
-from dbctl.optim.updates import Rule, make_rule
+from dbctl.optim.updates import Rule, kernels_for, make_rule
 
 Array = NDArray[Any]
 
@@ -276,6 +276,16 @@ def test_read_only_memory_is_read_only_and_out_alone_is_written(
     assert bits(pushed) == bits(gradient)
 
 
+@every_rule
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_numba)])
+def test_overflow_is_silent(spec: RuleSpec, compiled: bool) -> None:
+    """cases: `squared` loss with rate 1e6; a number too large for float32 is no warning here."""
+    rule = make_rule(dataclasses.replace(spec, rate=1e39), fast=compiled)
+    top = np.full(3, np.finfo("float32").max)
+    w, _ = run(rule, top, [-top, top], decay=1.0)
+    assert not np.isfinite(w).all()
+
+
 @needs_numba
 @every_rule
 def test_a_payload_at_an_odd_address_is_taken(spec: RuleSpec) -> None:
@@ -284,6 +294,8 @@ def test_a_payload_at_an_odd_address_is_taken(spec: RuleSpec) -> None:
     raw[1:] = gradient.tobytes()
     odd = np.frombuffer(raw, "float32", offset=1)
     assert not odd.flags.aligned
+    assert kernels_for(start, fast=True) is fast
+    assert kernels_for(start, odd, fast=True) is blocks  # compiled code counts on alignment
     rule = make_rule(spec, fast=True)
     expected, _ = run(rule, start, [gradient])
     found, _ = run(rule, start, [odd])

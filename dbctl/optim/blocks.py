@@ -3,6 +3,8 @@
 Rules of this file: no array the size of the slice is made; scratch is a few blocks a dtype and
 thread, made once (a fresh page costs more than the arithmetic on it). The order of the operations
 in each docstring is part of the interface: optim/fast.py repeats it and must give the same bits.
+Who calls a kernel silences numpy's warnings, which numba's code does not have: what overflow and
+underflow come to is said in optim/updates.py.
 
 Theory of operation: a numpy expression over a large slice goes through memory once an operation.
 Over a block that stays in the cache it goes through memory once altogether. Blocks do not show in
@@ -81,11 +83,6 @@ def _blocks(operands: Operands) -> Iterator[_Block]:
         yield _Block(part, out[part], p, g, first[:size], mask[:size])
 
 
-# Overflow, underflow and invalid operations are silent in every kernel: what happens then is said
-# in optim/updates.py, and is the same with and without numba, which has no warnings.
-
-
-@np.errstate(all="ignore")
 def sgd(operands: Operands, *, rate: Scalar) -> None:
     """out = parameters - rate * gradient."""
     for _, out, parameters, gradient, t, _ in _blocks(operands):
@@ -93,7 +90,6 @@ def sgd(operands: Operands, *, rate: Scalar) -> None:
         np.subtract(parameters, t, out=out)
 
 
-@np.errstate(all="ignore")
 def momentum(operands: Operands, velocity: Array, *, rate: Scalar, momentum: Scalar) -> None:
     """velocity = momentum * velocity + gradient; out = parameters - rate * velocity."""
     for part, out, parameters, gradient, t, _ in _blocks(operands):
@@ -104,7 +100,6 @@ def momentum(operands: Operands, velocity: Array, *, rate: Scalar, momentum: Sca
         np.subtract(parameters, t, out=out)
 
 
-@np.errstate(all="ignore")
 def adagrad(operands: Operands, squares: Array, *, rate: Scalar) -> None:
     """squares += gradient * gradient; out = parameters - rate * (gradient / root).
 
@@ -136,7 +131,6 @@ class AdamFactors(NamedTuple):
     epsilon: Scalar
 
 
-@np.errstate(all="ignore")
 def adam(operands: Operands, first: Array, second: Array, *, factors: AdamFactors) -> None:
     """out = parameters - step * (first / (sqrt(second) + epsilon)), with the moments
 
@@ -160,7 +154,6 @@ def adam(operands: Operands, first: Array, second: Array, *, factors: AdamFactor
         np.subtract(parameters, t, out=out)
 
 
-@np.errstate(all="ignore")
 def accrue_and_sgd(operands: Operands, accrued: Array, *, rate: Scalar) -> None:
     """accrued = accrued + gradient, then as sgd, in one pass through memory."""
     for part, out, parameters, gradient, t, _ in _blocks(operands):

@@ -94,7 +94,8 @@ def local_step(
     fast: as in `make_rule`, by the length of `parameters`.
     """
     kernels = kernels_for(parameters, gradient, fast=_fast(parameters, fast))
-    kernels.sgd(_in_place(parameters, gradient), rate=parameters.dtype.type(rate))
+    with np.errstate(all="ignore"):
+        kernels.sgd(_in_place(parameters, gradient), rate=parameters.dtype.type(rate))
 
 
 def accrue_and_step(
@@ -102,9 +103,10 @@ def accrue_and_step(
 ) -> None:
     """`accrue` and `local_step` in one pass through memory, with the same bits."""
     kernels = kernels_for(parameters, gradient, accrued, fast=_fast(parameters, fast))
-    kernels.accrue_and_sgd(
-        _in_place(parameters, gradient), accrued, rate=parameters.dtype.type(rate)
-    )
+    with np.errstate(all="ignore"):
+        kernels.accrue_and_sgd(
+            _in_place(parameters, gradient), accrued, rate=parameters.dtype.type(rate)
+        )
 
 
 def _fast(parameters: Array, fast: bool | None) -> bool:

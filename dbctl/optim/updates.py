@@ -127,7 +127,7 @@ class Rule(ABC):
         """
         vectors = [state[name] for name in self.state_names]
         kernels = kernels_for(out, parameters, gradient, *vectors, fast=self._fast)
-        with np.errstate(all="ignore"):  # a factor that the dtype cannot hold becomes 0 or infinite
+        with np.errstate(all="ignore"):
             operands = Operands(out, parameters, gradient, out.dtype.type(decay))
             self._apply(kernels, operands, vectors, n=n, rate=rate)
 
@@ -198,8 +198,8 @@ class _Adam(Rule):
 def make_rule(spec: RuleSpec, *, fast: bool | None = None, size: int = 0) -> Rule:
     """The rule that `spec` describes, for slices of about `size` elements.
 
-    fast: True compiles with numba (ImportError without it), False never does, None does where `size`
-    earns numba's import and it works (optim/fast.py). No bit depends on it.
+    fast: True compiles with numba (ImportError without it), False never does, None does where
+    `size` earns numba's import and it works (optim/fast.py). No bit depends on it.
     """
     use_fast = compiled.earns(size) if fast is None else fast
     common: dict[str, Any] = {"rate": spec.rate, "warm_up": spec.warm_up, "fast": use_fast}
