@@ -1,0 +1,252 @@
+"""The link: a thread that owns every socket of a process, and two queues where the loop meets it.
+
+Rules of this file: the loop calls `send` and `receive`, which never touch a socket; what the thread
+does is in `switch`. A role that computes for seconds still answers beats, keeps its lease, and
+finds its messages read.
+
+    loop:  link.send(to, message)  ->  queue, eventfd  ->  thread: ZeroMQ
+    loop:  link.receive(timeout)   <-  queue           <-  thread: checked, put together, mapped
+
+Between two processes of a host a payload in a `SharedBuffer` is not sent: its description is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import TracebackType
+
+from dbctl.transport.memory import has_memfd
+from dbctl.transport.parcel import Packer
+from dbctl.transport.switch import Settings, Switch
+from dbctl.wire import Message, Peer
+
+MAX_UNREAD = 4096
+IDLE_S = 60.0
+
+_log = logging.getLogger("dbctl.link")
+
+
+class Link:
+    """One process's way to all others.
+
+    `run`, `node`, `incarnation`: who this is, in every header. `listen`: where others connect
+    (ipc:// in a 0700 directory, or tcp:// with port 0); None for a process that only connects.
+    `keeper`, `keeper_endpoint`: the host's agent, to which everything goes that has no other way.
+    `relay`: this is an agent, and passes on what is for others. `bulk`: `memory`, or `inline` to
+    send every payload through the sockets. `allow`: which messages a peer may send, asked in the
+    link thread. `watch_fd`: a descriptor whose end means that the parent is gone.
+    `assembly_bytes`: bounds what is received inline, both unfinished and unread (64 MiB, the most
+    that a stranger may cost); a run whose largest payload is sent inline needs twice that payload.
+    `on_trouble` gets one line for each kind of message that was dropped.
+
+    The loop sets `steps` to what it has done; each beat carries it. `answer_beats = True` makes
+    this the giver of leases (the controller): the link answers each Beat for this node by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        node: str,
+        incarnation: int,
+        listen: str | None,
+        keeper: str | None = None,
+        keeper_endpoint: str | None = None,
+        beat_s: float = 1.0,
+        lease_s: float = 10.0,
+        relay: bool = False,
+        bulk: str = "memory",
+        allow: Callable[[Peer, Message], bool] | None = None,
+        watch_fd: int | None = None,
+        assembly_bytes: int = 64 << 20,
+        on_trouble: Callable[[str], None] | None = None,
+    ) -> None:
+        assert (keeper is None) == (keeper_endpoint is None), "a keeper is a name and an endpoint"
+        self.me = Peer(node, incarnation)
+        self.bulk = bulk if has_memfd() else "inline"
+        self.steps = 0
+        self.closed_by_parent = False
+        self.endpoint = ""
+        self._listen = listen
+        self._keeper_endpoint = keeper_endpoint
+        self._watch_fd = watch_fd
+        self._packer = Packer(run=run, me=self.me, bulk=self.bulk)
+        self._unread: SimpleQueue[tuple[Peer, Message, int] | None] = SimpleQueue()
+        # Each is written by one thread only: the difference is what waits for the loop.
+        self._bytes_put = 0
+        self._bytes_taken = 0
+        self._assembly_bytes = assembly_bytes
+        self._thread: threading.Thread | None = None
+        self._close_at: float | None = None
+        self._failure: BaseException | None = None
+        self._settings = Settings(
+            run=run,
+            me=self.me,
+            keeper=keeper,
+            beat_s=beat_s,
+            lease_s=lease_s,
+            relay=relay,
+            assembly_bytes=assembly_bytes,
+            allow=allow or _allow_all,
+            on_trouble=on_trouble or _log.warning,
+            deliver=self._deliver,
+            steps=lambda: self.steps,
+            parent_gone=self._parent_gone,
+        )
+        self._switch = Switch(self._settings)
+
+    def __enter__(self) -> Link:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # What a failing process still has to say is not waited for.
+        self.close(1.0 if error is None else 0.0)
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> Link:
+        """Binds, connects the keeper, starts the thread. LaunchError: it cannot listen there."""
+        assert self._thread is None, "a link is started once"
+        try:
+            if self._listen is not None:
+                self._switch.listen(self._listen)
+        except BaseException:
+            self.close(0.0)
+            raise
+        self.endpoint = self._switch.endpoint
+        if self._keeper_endpoint is not None:
+            assert self._settings.keeper is not None
+            self._switch.connect(self._settings.keeper, None, self._keeper_endpoint)
+        if self._watch_fd is not None:
+            self._switch.watch_parent(self._watch_fd)
+        self._thread = threading.Thread(target=self._run, name=f"link {self.me}", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Sends what waits for at most `linger_s`, closes all, ends the thread; twice is fine."""
+        if self._close_at is not None:
+            return
+        self._close_at = time.monotonic() + linger_s
+        if self._thread is None:
+            self._switch.shut(0.0)
+        else:
+            self._switch.submit(lambda: None)
+            self._thread.join()
+        self._switch.release()
+
+    def _run(self) -> None:
+        try:
+            while self._close_at is None or (
+                self._switch.waiting() and time.monotonic() < self._close_at
+            ):
+                left = IDLE_S if self._close_at is None else self._close_at - time.monotonic()
+                self._switch.turn(left)
+        except BaseException as error:  # handed to the loop, which raises it
+            self._failure = error
+        finally:
+            left = 0.0 if self._close_at is None else self._close_at - time.monotonic()
+            self._switch.shut(max(left, 0.0))
+            self.wake()
+
+    # ------------------------------------------------------------ the loop's side
+
+    def send(self, to: str, message: Message) -> None:
+        """Queues `message` for node `to`; never blocks, and never fails for the peer's sake.
+
+        A payload is a `View` (its buffer is left alone until acknowledged or handed back) or an
+        array (copied). A message with no way to its node is dropped and counted: roles send again.
+        """
+        self._check()
+        self._submit(partial(self._switch.post, to, self._packer.pack(to, message)))
+
+    def receive(self, timeout_s: float | None) -> list[tuple[Peer, Message]]:
+        """Everything that has come; waits for the first for `timeout_s` (None: for ever).
+
+        Empty at the timeout, at `wake`, and when the parent is gone. Payloads are flat read-only
+        arrays; a shared one is its owner's memory, good until the role hands it back.
+        """
+        messages: list[tuple[Peer, Message]] = []
+        try:
+            item = self._unread.get(timeout_s != 0, timeout_s)
+            while True:
+                if item is not None:
+                    peer, message, held_bytes = item
+                    self._bytes_taken += held_bytes
+                    messages.append((peer, message))
+                elif not messages:
+                    break
+                item = self._unread.get_nowait()
+        except Empty:
+            pass
+        self._check()
+        return messages
+
+    def wake(self) -> None:
+        """Ends a `receive` that waits; from any thread, and from a signal handler."""
+        self._unread.put(None)
+
+    def connect(self, node: str, incarnation: int, endpoint: str) -> None:
+        """Connects to that life of `node`, in place of an older one; from any thread."""
+        self._submit(partial(self._switch.connect, node, incarnation, endpoint))
+
+    def forget(self, peer: Peer) -> None:
+        """That life of a node is over: drop what is held for it, take nothing more of it."""
+        self._submit(partial(self._switch.forget, peer))
+
+    @property
+    def lease_until(self) -> float:
+        """Seconds of `time.monotonic()`."""
+        return self._switch.lease.until
+
+    def lease_in_force(self, now: float) -> bool:
+        return self._switch.lease.in_force(now)
+
+    @property
+    def answer_beats(self) -> bool:
+        return self._switch.answer_beats
+
+    @answer_beats.setter
+    def answer_beats(self, answer: bool) -> None:
+        self._switch.answer_beats = answer
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many messages were dropped, by kind."""
+        return dict(self._switch.counts)
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        if self._close_at is None:
+            self._switch.submit(command)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # ------------------------------------------------------------ the thread's side
+
+    def _deliver(self, peer: Peer, message: Message, held_bytes: int) -> bool:
+        unread_bytes = self._bytes_put - self._bytes_taken
+        if self._unread.qsize() >= MAX_UNREAD or unread_bytes > self._assembly_bytes:
+            return False
+        self._bytes_put += held_bytes
+        self._unread.put((peer, message, held_bytes))
+        return True
+
+    def _parent_gone(self) -> None:
+        self.closed_by_parent = True
+        self.wake()
+
+
+def _allow_all(peer: Peer, message: Message) -> bool:
+    return True
