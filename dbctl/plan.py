@@ -1,13 +1,29 @@
-"""From an experiment and hosts to a plan: which node runs where, with what. Pure.
+"""From an experiment and its rows to a plan: which node does what, where, with how much. Pure.
 
-Rules of this file: no I/O. `NodeSpec` is all that a node is told (JSON on its standard input).
+Rules of this file: no I/O, no numpy. `NodeSpec` is all that a node is told (JSON on its standard
+input); the plan's text is what `--dry-run` prints.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import msgspec
 
+from dbctl.errors import PlanError
+from dbctl.experiment.specs import DownpourSpec, Experiment
+from dbctl.model.network import node_shapes, tensors
+from dbctl.model.tensor import Tensor
+from dbctl.region import Range
 from dbctl.wire import BEGINNING, Position
+
+# Cuts between shards fall on multiples of a cache line of float32.
+SHARD_ALIGN = 16
+ITEM_BYTES = 4
+PROCESS_BYTES = 60 << 20  # what Python with numpy and pyzmq takes before any of ours
+N_PARAMETER_BUFFERS = 3
+STATE_VECTORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
 
 
 class ShardSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -42,3 +58,170 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     position: Position = BEGINNING
     split: str = "test"
     factory: str = ""  # tests: module:function that builds the role instead of dbctl's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlan:
+    """One node: its role and count of threads, what it holds in bytes, why it is there."""
+
+    node: str
+    role: str
+    host: str
+    threads: int
+    memory_bytes: int
+    what: str
+    replica: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    experiment: Experiment
+    tensors: tuple[Tensor, ...]
+    shards: tuple[ShardSpan, ...]
+    nodes: tuple[NodePlan, ...]
+    rows: tuple[int, ...]  # of each replica
+
+    @property
+    def n_parameters(self) -> int:
+        return self.tensors[-1].range.stop
+
+    def of_role(self, role: str) -> list[NodePlan]:
+        return [node for node in self.nodes if node.role == role]
+
+    def bytes_a_step(self) -> tuple[int, int]:
+        """Bytes that one replica fetches and pushes for one step, on average."""
+        optimizer = self.experiment.optimizer
+        n_fetch = optimizer.n_fetch if isinstance(optimizer, DownpourSpec) else 1
+        n_push = optimizer.n_push if isinstance(optimizer, DownpourSpec) else 1
+        size = self.n_parameters * ITEM_BYTES
+        return size // n_fetch, size // n_push
+
+    def lines(self) -> Iterator[str]:
+        """What `--dry-run` prints: placement, ranges, bytes a step, memory a process."""
+        fetched, pushed = self.bytes_a_step()
+        yield f"parameters  {self.n_parameters:,} in {len(self.tensors)} tensors"
+        yield f"a step      fetches {_size(fetched)} and pushes {_size(pushed)} a replica"
+        yield f"rows        {', '.join(f'{n:,}' for n in self.rows)} (one figure a replica)"
+        yield ""
+        yield f"{'node':<14}{'host':<12}{'threads':>7}{'memory':>12}  what"
+        for node in self.nodes:
+            memory = _size(node.memory_bytes)
+            yield f"{node.node:<14}{node.host:<12}{node.threads:>7}{memory:>12}  {node.what}"
+
+
+def make_plan(
+    experiment: Experiment, *, rows: int, test_rows: int, cores: int, threads: int | None = None
+) -> Plan:
+    """The plan of a local run. `rows`, `test_rows`: of the data; `cores`: of this host.
+
+    `threads` of a worker: the experiment's, the user's OMP_NUM_THREADS, or the cores shared out.
+    PlanError says what does not fit, with the arithmetic.
+    """
+    if experiment.partition.count != 1:
+        raise PlanError(
+            f"partition.count is {experiment.partition.count}, expected 1: this version does not "
+            "cut a replica"
+        )
+    if rows < 1:
+        raise PlanError("data.train has no rows: nothing can be trained")
+    replicas = experiment.replicas
+    layout = tensors(experiment.network)
+    n_parameters = layout[-1].range.stop
+    spans = shard_spans(n_parameters, experiment.shards)
+    share = tuple(len(range(r, rows, replicas)) for r in range(replicas))
+    per_worker = threads or experiment.threads or max(1, cores // replicas)
+    return Plan(
+        experiment=experiment,
+        tensors=layout,
+        shards=spans,
+        nodes=(
+            *_shard_nodes(experiment, spans),
+            *_worker_nodes(experiment, n_parameters, share, threads=per_worker),
+            *_evaluator_nodes(experiment, n_parameters, test_rows),
+        ),
+        rows=share,
+    )
+
+
+def shard_spans(n_parameters: int, shards: int) -> tuple[ShardSpan, ...]:
+    """Equal slices by bytes, whatever the tensors; shards that would hold nothing are left out."""
+    cuts = [cut for cut in Range(0, n_parameters).split(shards, align=SHARD_ALIGN) if cut]
+    return tuple(ShardSpan(f"shard-{i}", cut.start, cut.stop) for i, cut in enumerate(cuts))
+
+
+def _shard_nodes(experiment: Experiment, spans: Sequence[ShardSpan]) -> Iterator[NodePlan]:
+    states = STATE_VECTORS[experiment.optimizer.rule.type]
+    for span in spans:
+        size = (span.stop - span.start) * ITEM_BYTES
+        yield NodePlan(
+            node=span.node,
+            role="shard",
+            host="localhost",
+            threads=1,
+            memory_bytes=PROCESS_BYTES + size * (N_PARAMETER_BUFFERS + 2 * states),
+            what=f"parameters {Range(span.start, span.stop)}",
+        )
+
+
+def _worker_nodes(
+    experiment: Experiment, n_parameters: int, share: Sequence[int], *, threads: int
+) -> Iterator[NodePlan]:
+    optimizer = experiment.optimizer
+    slots = optimizer.slots if isinstance(optimizer, DownpourSpec) else 2
+    n_push = optimizer.n_push if isinstance(optimizer, DownpourSpec) else 1
+    vectors = 1 + slots + (n_push > 1)
+    activations = 2 * optimizer.batch_size * _widths(experiment)
+    features = _features(experiment)
+    for replica, rows in enumerate(share):
+        memory = (n_parameters * vectors + activations + rows * features) * ITEM_BYTES
+        yield NodePlan(
+            node=f"worker-{replica}.0",
+            role="worker",
+            host="localhost",
+            threads=threads,
+            memory_bytes=PROCESS_BYTES + memory,
+            what=f"replica {replica}, {rows:,} rows",
+            replica=replica,
+        )
+
+
+def _evaluator_nodes(
+    experiment: Experiment, n_parameters: int, test_rows: int
+) -> Iterator[NodePlan]:
+    if experiment.data.test is None or experiment.evaluate.every is None:
+        return
+    memory = (n_parameters + test_rows * _features(experiment)) * ITEM_BYTES
+    yield NodePlan(
+        node="evaluator-0",
+        role="evaluator",
+        host="localhost",
+        threads=1,
+        memory_bytes=PROCESS_BYTES + memory,
+        what=f"measures {test_rows:,} rows every {experiment.evaluate.every}",
+    )
+
+
+def _features(experiment: Experiment) -> int:
+    size = 1
+    for side in experiment.network.input:
+        size *= side
+    return size
+
+
+def _widths(experiment: Experiment) -> int:
+    total = 0
+    for shape in node_shapes(experiment.network):
+        size = 1
+        for side in shape:
+            size *= side
+        total += size
+    return total
+
+
+def _size(n_bytes: int) -> str:
+    amount, unit = float(n_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or unit == "GiB":
+            break
+        amount /= 1024
+    return f"{amount:.1f} {unit}" if unit != "B" else f"{n_bytes} B"

@@ -102,6 +102,20 @@ class Coordinator:
         return self._phase
 
     @property
+    def status(self) -> str:
+        """How the run will have ended: done, failed, or what `interrupt` was told."""
+        return self._status
+
+    @property
+    def stop(self) -> StopSpec:
+        return self._start.stop
+
+    def is_working(self, worker: str) -> bool:
+        """Whether the worker has steps to do: one that waits for a grant makes no progress."""
+        replica = replica_of(worker)
+        return self.figures.position(replica).step < self._sent[replica].until
+
+    @property
     def due(self) -> float:
         return NEVER if self._phase is Phase.OVER else min(self._resend_at, self._timed())
 

@@ -42,6 +42,10 @@ class Figures:
         self.test_loss: float | None = None
         self.test_accuracy: float | None = None
 
+    @property
+    def n_replicas(self) -> int:
+        return len(self._parts)
+
     def begin(self, now: float) -> None:
         self._began = now
 

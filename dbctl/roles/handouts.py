@@ -65,7 +65,7 @@ class ParameterBuffers:
     def __init__(self, values: Array, *, allocate: Allocate, handouts: Handouts) -> None:
         self._handouts = handouts
         self._buffers: Sequence[Buffer] = [
-            allocate(len(values), values.dtype.name) for _ in range(N_PARAMETER_BUFFERS)
+            allocate(len(values), values.dtype.str) for _ in range(N_PARAMETER_BUFFERS)
         ]
         self.current = self._buffers[0]
         np.copyto(self.current.array, values)

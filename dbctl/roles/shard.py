@@ -321,7 +321,7 @@ class Shard:
         vectors: list[tuple[str, Buffer]] = [("parameters", self._parameters.current)]
         for index, (name, vector) in enumerate(self.state.items()):
             if index == len(self._copies):
-                self._copies.append(self._allocate(len(vector), vector.dtype.name))
+                self._copies.append(self._allocate(len(vector), vector.dtype.str))
             np.copyto(self._copies[index].array, vector)
             vectors.append((name, self._copies[index]))
         self._cut_parts = [

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dbctl.region import Range
 from dbctl.roles.base import NEVER, Allocate, Buffer, Effects, Send
 from dbctl.wire import Ack, Fetch, Hello, Message, Params, Push, Return, Welcome
@@ -168,7 +170,9 @@ class Slots:
     """Where gradients are accrued and pushed from: `count` pushes may be unacknowledged."""
 
     def __init__(self, count: int, n_elements: int, *, dtype: str, allocate: Allocate) -> None:
-        self._buffers: Sequence[Buffer] = [allocate(n_elements, dtype) for _ in range(count)]
+        self._buffers: Sequence[Buffer] = [
+            allocate(n_elements, np.dtype(dtype).str) for _ in range(count)
+        ]
         self._seqs = [0] * count  # the push that lies in each
 
     def available(self, acked: int) -> bool:

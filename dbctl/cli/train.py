@@ -1,0 +1,34 @@
+"""`dbctl train EXPERIMENT.yaml`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.command()
+@click.argument("file", type=click.Path())
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
+@click.option("--run-dir", type=click.Path(), help="Where the run is kept (new or empty).")
+@click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines on stdout.")
+@click.option("--quiet", is_flag=True, help="Only warnings and the last line.")
+def train(
+    file: str,
+    overrides: tuple[str, ...],
+    run_dir: str | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Start a run from an experiment file."""
+    from dbctl.progress.display import make_display
+    from dbctl.run import train as run
+
+    if dry_run:
+        for line in run.prepare(file, overrides).lines():
+            click.echo(line)
+        return 0
+    display = make_display(json=as_json, stderr_is_tty=sys.stderr.isatty(), quiet=quiet)
+    return run.train(file, overrides, run_dir=run_dir, display=display)

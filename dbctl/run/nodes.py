@@ -1,0 +1,148 @@
+"""The processes of a run as the controller sees them: started, ready, beating, dead.
+
+Rules of this file: no decision about training; it starts nodes through agents, introduces them to
+each other, and notices deaths. Theory of operation: an order (Start) is repeated until its effect
+is reported. A node says Ready until it is spoken to; when all that are needed are ready each gets
+the addresses of those it talks to. A node without a beat for a lease is killed by its agent, and
+its death is then told like any other.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dbctl.errors import LaunchError
+from dbctl.wire import Beat, Exited, Finish, Kill, Message, Peers, Ready, Start
+
+REPEAT_S = 1.0
+START_LIMIT_S = 60.0
+Sends = list[tuple[str, Message]]
+
+
+@dataclass(slots=True)
+class Node:
+    order: Start
+    agent: str
+    talks_to: Sequence[str]
+    needed: bool = True  # the run begins when all that are needed are ready
+    ordered_at: float | None = None
+    first_ordered_at: float = 0.0
+    endpoint: str = ""
+    pid: int = 0
+    beat_at: float = 0.0
+    steps: int = 0
+    rss_bytes: int = 0
+    exited: Exited | None = None
+    kill_at: float | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.exited is None
+
+
+class Nodes:
+    def __init__(self, nodes: Mapping[str, Node], *, lease_s: float) -> None:
+        self.nodes = dict(nodes)
+        self._lease_s = lease_s
+
+    def start(self, now: float) -> Sends:
+        """Orders for all that are needed; the rest follow when those are ready."""
+        return [o for node in self.nodes.values() if node.needed for o in self._order(now, node)]
+
+    def _order(self, now: float, node: Node) -> Sends:
+        if node.ordered_at is None:
+            node.first_ordered_at = now
+            node.beat_at = now
+        node.ordered_at = now
+        return [(node.agent, node.order)]
+
+    @property
+    def ready(self) -> bool:
+        return all(node.endpoint for node in self.nodes.values() if node.needed)
+
+    def receive(self, now: float, name: str, message: Message) -> Sends:
+        """Ready, Beat, Exited of a node; what to send in answer."""
+        node = self.nodes.get(name)
+        if node is None:
+            return []
+        match message:
+            case Ready(endpoint, pid):
+                node.endpoint, node.pid, node.beat_at = endpoint, pid, now
+                return self._introduce(name) if self.ready else []
+            case Beat():
+                node.beat_at = now
+                node.steps, node.rss_bytes = message.steps, message.rss_bytes
+            case Exited():
+                node.exited = message
+        return []
+
+    def begin(self, now: float) -> Sends:
+        """All needed are ready: introduces them, and starts the others."""
+        sends: Sends = []
+        for name, node in self.nodes.items():
+            sends += self._introduce(name) if node.endpoint else self._order(now, node)
+        return sends
+
+    def _introduce(self, name: str) -> Sends:
+        node = self.nodes[name]
+        others = [(n, self.nodes[n]) for n in node.talks_to]
+        known = tuple(
+            (n, other.order.incarnation, other.endpoint) for n, other in others if other.endpoint
+        )
+        return [(name, Peers(known))]
+
+    def step(self, now: float) -> Sends:
+        """Orders again what has not answered; kills what has not beaten for a lease."""
+        sends: Sends = []
+        for name, node in self.nodes.items():
+            if not node.alive or node.ordered_at is None:
+                continue
+            if not node.endpoint and now - node.ordered_at >= REPEAT_S:
+                sends += self._order(now, node)
+            silent = now - node.beat_at > self._lease_s
+            if silent and (node.kill_at is None or now >= node.kill_at):
+                node.kill_at = now + REPEAT_S
+                sends.append((node.agent, Kill(name, node.order.incarnation)))
+        return sends
+
+    def check_start(self, now: float) -> None:
+        """LaunchError names the node that ended before it was ready, or that is late."""
+        for name, node in self.nodes.items():
+            if node.needed and node.exited is not None:
+                raise died(name, node.exited, host="localhost")
+            if node.needed and not node.endpoint and node.ordered_at is not None:
+                waited = now - node.first_ordered_at
+                if waited > START_LIMIT_S and now - node.beat_at > self._lease_s:
+                    raise LaunchError(name, f"was not ready after {waited:.0f} s")
+
+    def finish(self) -> Sends:
+        return [(name, Finish()) for name, node in self.nodes.items() if node.alive]
+
+    def kill(self) -> Sends:
+        return [
+            (node.agent, Kill(name, node.order.incarnation))
+            for name, node in self.nodes.items()
+            if node.alive and node.ordered_at is not None
+        ]
+
+    def all_ended(self) -> bool:
+        return all(n.ordered_at is None or not n.alive for n in self.nodes.values())
+
+
+def died(node: str, exited: Exited, *, host: str, log_path: str = "") -> LaunchError:
+    """A node's death as an error: how it ended, its own last word, the tail of its log."""
+    what = describe_end(exited)
+    return LaunchError(node, what, host=host, log_path=log_path, log_tail=exited.log_tail)
+
+
+def describe_end(exited: Exited) -> str:
+    if exited.status < 0:
+        try:
+            how = f"was killed by {signal.Signals(-exited.status).name}"
+        except ValueError:
+            how = f"was killed by signal {-exited.status}"
+    else:
+        how = f"ended with exit status {exited.status}"
+    return f"{how}: {exited.word}" if exited.word else how

@@ -1,0 +1,171 @@
+"""What a run leaves behind and shows: metrics.jsonl, status.json, the display.
+
+Rules of this file: it only writes; a full disk warns once and never stops the training. Every line
+of metrics.jsonl has `event` and `time` (seconds of training, earlier lives of the run included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dbctl.errors import RunError
+from dbctl.progress.display import Display
+from dbctl.progress.text import Snapshot
+from dbctl.roles.base import Record
+from dbctl.roles.coordinator import Coordinator
+from dbctl.run.nodes import Nodes, describe_end
+from dbctl.run.saver import Saved
+from dbctl.rundir import Metrics, RunDir
+from dbctl.wire import Exited
+
+STATUS_S = 1.0
+STUCK_S = 30.0
+
+
+class RunRecords:
+    """For `dbctl train` and `resume`. `now` is the clock of the coordinator's figures."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        display: Display,
+        coordinator: Coordinator,
+        *,
+        now: Callable[[], float],
+    ) -> None:
+        self._run_dir = run_dir
+        self._display = display
+        self._coordinator = coordinator
+        self._now = now
+        self._metrics = Metrics(run_dir.metrics)
+        self._status_at = 0.0
+        self._steps: dict[str, tuple[int, float]] = {}
+        self._warned: set[str] = set()
+        self.checkpoint: Saved | None = None
+        self.save_error = ""
+
+    def close(self) -> None:
+        self._metrics.close()
+
+    def append(self, event: str, **fields: Any) -> None:
+        seconds = round(self._coordinator.figures.seconds(self._now()), 6)
+        try:
+            self._metrics.append({"event": event, "time": seconds, **fields})
+        except RunError as error:
+            self._warn_once("metrics", f"{error}; training goes on without this record")
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            self._display.warn(text)
+
+    # ------------------------------------------------------------------------ what happens
+
+    def record(self, record: Record) -> None:
+        fields = dict(record.fields)
+        measured = fields.pop("measured", None)
+        self.append(record.event, **fields)
+        match record.event:
+            case "evaluation":
+                self._display.event("evaluation", _describe_measured(fields), fields)
+            case "worker" if fields["refused"]:
+                self._warn_refused(fields)
+        del measured
+
+    def _warn_refused(self, fields: dict[str, Any]) -> None:
+        self._warn_once(
+            f"refused {fields['node']}",
+            f"replica {fields['replica']} refused a gradient that is not finite, at "
+            f"{fields['refused_where']}; it is not used, and later ones are counted",
+        )
+
+    def node_died(self, name: str, exited: Exited) -> None:
+        log_path = self._run_dir.log_path(name)
+        self.append("death", node=name, status=exited.status, word=exited.word)
+        text = f"{name} {describe_end(exited)}"
+        if exited.log_tail:
+            last = exited.log_tail.strip().splitlines()[-1]
+            text += f"; its log ends with: {last}"
+        self._display.warn(f"{text} (log: {log_path})")
+
+    def saved(self, saved: Saved) -> None:
+        if saved.path is None:
+            self.save_error = saved.error
+            self.append("checkpoint", step=saved.step, error=saved.error)
+            self._display.warn(f"no checkpoint: {saved.error}; the next one is tried as usual")
+            return
+        self.checkpoint, self.save_error = saved, ""
+        self.append("checkpoint", step=saved.step, path=str(saved.path))
+        fields = {"step": saved.step, "path": str(saved.path)}
+        self._display.event("checkpoint", f"checkpoint at step {saved.step:,}", fields)
+
+    # --------------------------------------------------------------------- what is going on
+
+    def tick(self, now: float, nodes: Nodes) -> None:
+        self._display.progress(self.snapshot(now))
+        if now >= self._status_at:
+            self._status_at = now + STATUS_S
+            self._watch_stuck(now, nodes)
+            self.write_status(now, nodes, "running")
+
+    def snapshot(self, now: float) -> Snapshot:
+        figures, stop = self._coordinator.figures, self._coordinator.stop
+        return Snapshot(
+            steps=figures.steps,
+            total_steps=stop.steps,
+            epochs=figures.epochs,
+            total_epochs=stop.epochs,
+            loss=figures.loss(last_epoch=False),
+            test_accuracy=figures.test_accuracy,
+            examples=figures.examples,
+            examples_per_second=figures.examples_per_second(now) or 0.0,
+            staleness_mean=figures.mean_staleness(),
+            fetch_wait_share=figures.fetch_wait_share(),
+            replicas_live=figures.n_replicas - len(figures.dead),
+            replicas=figures.n_replicas,
+        )
+
+    def write_status(self, now: float, nodes: Nodes, state: str) -> None:
+        figures = self._coordinator.figures
+        status = {
+            "state": state,
+            **figures.summary(now),
+            "staleness": figures.staleness(),
+            "refused": figures.refused(),
+            "checkpoint": str(self.checkpoint.path) if self.checkpoint else None,
+            "nodes": {
+                name: {
+                    "pid": node.pid,
+                    "alive": node.alive,
+                    "steps": node.steps,
+                    "rss_bytes": node.rss_bytes,
+                }
+                for name, node in nodes.nodes.items()
+            },
+        }
+        try:
+            self._run_dir.write_status(status)
+        except RunError as error:
+            self._warn_once("status", f"{error}; training goes on")
+
+    def _watch_stuck(self, now: float, nodes: Nodes) -> None:
+        """Beats without progress: a warning only; one gradient may take minutes."""
+        for name, node in nodes.nodes.items():
+            if not name.startswith("worker-") or not node.alive:
+                continue
+            steps, since = self._steps.get(name, (-1, now))
+            if node.steps != steps:
+                self._steps[name] = (node.steps, now)
+                self._warned.discard(f"stuck {name}")
+            elif now - since > STUCK_S and self._coordinator.is_working(name):
+                self._warn_once(f"stuck {name}", f"{name} has made no step for {STUCK_S:.0f} s")
+
+
+def _describe_measured(fields: dict[str, Any]) -> str:
+    accuracy = fields["accuracy"]
+    shown = f", accuracy {100 * accuracy:.2f} %" if accuracy is not None else ""
+    return (
+        f"after {fields['epochs']:.2f} epochs: test loss {fields['loss']:.4f}{shown} "
+        f"({fields['examples']:,} rows)"
+    )

@@ -1,0 +1,85 @@
+"""Writes cuts as checkpoints, in a thread of its own: a slow disk stops nobody.
+
+Rules of this file: one cut at a time (the coordinator asks for the next when this one is given
+back); the parts are other processes' memory, read-only, and are let go when `answers` says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from dbctl.checkpoint.layout import Facts
+from dbctl.checkpoint.writer import Writer, clean
+from dbctl.errors import CheckpointError
+from dbctl.model.tensor import Tensor
+from dbctl.optim.gradients import is_finite
+from dbctl.roles.cuts import CompleteCut
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of a cut: its step, and either the checkpoint or why there is none."""
+
+    step: int
+    path: Path | None
+    error: str = ""
+
+
+class Saver:
+    """`wake` is called, from the thread, when an answer has come."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        tensors: Sequence[Tensor],
+        vectors: Sequence[str],
+        keep: int,
+        wake: Callable[[], None],
+    ) -> None:
+        clean(directory)
+        self._directory = directory
+        self._tensors = tensors
+        self._vectors = vectors
+        self._keep = keep
+        self._wake = wake
+        self._asked: SimpleQueue[tuple[CompleteCut, Facts] | None] = SimpleQueue()
+        self.answers: SimpleQueue[Saved] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
+        self._thread.start()
+
+    def save(self, cut: CompleteCut, facts: Facts) -> None:
+        self._asked.put((cut, facts))
+
+    def close(self, timeout_s: float) -> None:
+        """Lets the write in hand end, for at most `timeout_s`."""
+        self._asked.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (order := self._asked.get()) is not None:
+            self.answers.put(self._write(*order))
+            del order  # the parts are other processes' memory: let go now
+            self._wake()
+
+    def _write(self, cut: CompleteCut, facts: Facts) -> Saved:
+        try:
+            for part in cut.parts:
+                if not is_finite(part.payload):
+                    return Saved(cut.step, None, f"{part.vector} are not finite at {cut.step}")
+            with Writer(
+                self._directory,
+                cut.step,
+                tensors=self._tensors,
+                vectors=self._vectors,
+                keep=self._keep,
+            ) as writer:
+                for part in cut.parts:
+                    writer.put(part.vector, part.start, part.payload)
+                return Saved(cut.step, writer.finish(facts))
+        except CheckpointError as error:
+            return Saved(cut.step, None, str(error))

@@ -1,0 +1,265 @@
+"""One life of a run: agents up, nodes up, the coordinator's effects carried out, all down again.
+
+Rules of this file: it decides nothing about training (roles/coordinator.py does) and nothing about
+files (saver, records); it moves messages and time. Theory of operation: a loop over the link's
+messages, the saver's answers, signals and the clock. The first signal asks the coordinator to stop
+(a final checkpoint, bounded); the second, or the bound, ends everything at once. `close` always
+runs: the agents end with the controller whatever happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from dbctl.errors import DbctlError, LaunchError
+from dbctl.launch.base import AgentHandle, Launcher
+from dbctl.process import beat_s
+from dbctl.roles.base import Done, Effects, Record, Save, Send
+from dbctl.roles.coordinator import Coordinator
+from dbctl.run.nodes import Node, Nodes, died
+from dbctl.run.saver import Saved, Saver
+from dbctl.run.signals import Signals
+from dbctl.transport.link import Link
+from dbctl.wire import Beat, Exited, Finish, Message, Peer, Ready, Started
+
+CONTROLLER = "controller"
+TICK_S = 0.25
+FINAL_LIMIT_S = 28.0  # from the first signal to the end of the final checkpoint (G11: 30 s)
+GOODBYE_S = 3.0  # how long nodes may take to end by themselves
+SHORT_GOODBYE_S = 0.5  # after a second signal (G11: 2 s)
+
+_now = time.monotonic
+
+
+class Records(Protocol):
+    """What the session tells of: lines for metrics.jsonl, the display, status.json."""
+
+    def record(self, record: Record) -> None: ...
+
+    def node_died(self, name: str, exited: Exited) -> None: ...
+
+    def saved(self, saved: Saved) -> None: ...
+
+    def tick(self, now: float, nodes: Nodes) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    status: str
+    reason: str = ""
+    error: DbctlError | None = None
+
+
+class Session:
+    """`make_nodes` gets the agents once they are ready; the runtime directory ends with it."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        runtime: str,
+        launcher: Launcher,
+        coordinator: Coordinator,
+        records: Records,
+        signals: Signals,
+        lease_s: float,
+        save: Callable[[Saver, Save], None] | None = None,
+        log_path: Callable[[str], str],
+    ) -> None:
+        self._run_id = run
+        self._runtime = runtime
+        self._launcher = launcher
+        self._coordinator = coordinator
+        self._records = records
+        self._signals = signals
+        self._lease_s = lease_s
+        self._save = save
+        self._log_path = log_path
+        self._link: Link | None = None
+        self._nodes = Nodes({}, lease_s=lease_s)
+        self._agents: list[AgentHandle] = []
+        self._saver: Saver | None = None
+        self._outcome: Outcome | None = None
+        self._hard_at: float | None = None
+        self._n_signals = 0
+
+    def run(
+        self,
+        make_nodes: Callable[[AgentHandle], Mapping[str, Node]],
+        make_saver: Callable[[Callable[[], None]], Saver] | None = None,
+    ) -> Outcome:
+        """From the agents' READY to the end; LaunchError where the nodes do not come up."""
+        try:
+            self._agents = self._launcher.wait_ready()
+            agent = self._agents[0]
+            self._link = Link(
+                run=self._run_id,
+                node=CONTROLLER,
+                incarnation=1,
+                listen=None,
+                keeper=agent.name,
+                keeper_endpoint=agent.endpoint,
+                lease_s=self._lease_s,
+                beat_s=beat_s(self._lease_s),
+            )
+            self._link.answer_beats = True
+            self._link.start()
+            self._signals.wake = self._link.wake
+            self._nodes = Nodes(make_nodes(agent), lease_s=self._lease_s)
+            if not self._join():
+                return Outcome(status=self._signals.status or "interrupted")
+            if make_saver is not None:
+                self._saver = make_saver(self._link.wake)
+            return self._train()
+        finally:
+            self._close()
+
+    @property
+    def nodes(self) -> Nodes:
+        return self._nodes
+
+    # -------------------------------------------------------------------------------- joining
+
+    def _join(self) -> bool:
+        """Until all needed nodes are ready; False if a signal came first."""
+        self._send_all(self._nodes.start(_now()))
+        while not self._nodes.ready:
+            if self._signals.count:
+                return False
+            self._take()
+            now = _now()
+            self._nodes.check_start(now)
+            self._send_all(self._nodes.step(now))
+            self._check_agent()
+        self._send_all(self._nodes.begin(_now()))
+        return True
+
+    # ------------------------------------------------------------------------------- training
+
+    def _train(self) -> Outcome:
+        self._act(self._coordinator.start(_now()))
+        while self._outcome is None:
+            self._take()
+            now = _now()
+            self._take_saved(now)
+            if self._coordinator.due <= now:
+                self._act(self._coordinator.step(now))
+            self._send_all(self._nodes.step(now))
+            self._heed_signals(now)
+            self._check_agent()
+            self._records.tick(now, self._nodes)
+        return self._outcome
+
+    def _take(self) -> None:
+        assert self._link is not None
+        wait = min(TICK_S, max(0.0, self._coordinator.due - _now()))
+        for peer, message in self._link.receive(wait):
+            self._dispatch(peer, message)
+
+    def _dispatch(self, peer: Peer, message: Message) -> None:
+        now = _now()
+        match message:
+            case Ready() | Beat():
+                self._send_all(self._nodes.receive(now, peer.node, message))
+                return
+            case Started():
+                return
+            case Exited(node):
+                known = self._nodes.nodes.get(node)
+                if known is None or not known.alive:
+                    return
+                self._nodes.receive(now, node, message)
+                if self._outcome is not None or not self._nodes.ready:
+                    return
+                self._records.node_died(node, message)
+        self._act(self._coordinator.receive(now, peer, message))
+        if isinstance(message, Exited) and self._outcome is not None:
+            self._blame(message)
+
+    def _blame(self, exited: Exited) -> None:
+        """The run ends because of this death: its outcome says so with the log's tail."""
+        assert self._outcome is not None
+        if self._outcome.status == "failed":
+            error = died(
+                exited.node, exited, host="localhost", log_path=self._log_path(exited.node)
+            )
+            self._outcome = Outcome(status="failed", reason=self._outcome.reason, error=error)
+
+    def _take_saved(self, now: float) -> None:
+        if self._saver is None:
+            return
+        while not self._saver.answers.empty():
+            saved = self._saver.answers.get()
+            self._records.saved(saved)
+            self._act(self._coordinator.saved(now, saved.error))
+
+    def _heed_signals(self, now: float) -> None:
+        if self._signals.count > self._n_signals:
+            self._n_signals = self._signals.count
+            if self._n_signals == 1:
+                self._hard_at = now + FINAL_LIMIT_S
+                self._act(self._coordinator.interrupt(now, self._signals.status))
+        late = self._hard_at is not None and now >= self._hard_at
+        if self._outcome is None and (self._n_signals > 1 or late):
+            reason = "the final checkpoint was not waited for" if late else "stopped at once"
+            self._outcome = Outcome(status=self._signals.status, reason=reason)
+
+    def _check_agent(self) -> None:
+        poll = getattr(self._launcher, "poll", None)
+        if poll is not None and poll() is not None:
+            error = self._launcher.died()  # type: ignore[attr-defined]
+            if self._outcome is None:
+                raise error
+
+    # -------------------------------------------------------------------------------- effects
+
+    def _act(self, effects: Effects) -> None:
+        assert self._link is not None
+        for effect in effects:
+            match effect:
+                case Send(to, message):
+                    self._link.send(to, message)
+                case Record():
+                    self._records.record(effect)
+                case Save():
+                    assert self._saver is not None
+                    assert self._save is not None
+                    self._save(self._saver, effect)
+                case Done(status, reason):
+                    self._outcome = Outcome(status=status, reason=reason)
+
+    def _send_all(self, sends: list[tuple[str, Message]]) -> None:
+        assert self._link is not None
+        for to, message in sends:
+            self._link.send(to, message)
+
+    # -------------------------------------------------------------------------------- the end
+
+    def _close(self) -> None:
+        if self._link is not None:
+            with contextlib.suppress(LaunchError):
+                self._say_goodbye(self._link)
+            self._link.close(0.2)
+        if self._saver is not None:
+            self._saver.close(SHORT_GOODBYE_S)
+        self._launcher.stop(2.0)
+        shutil.rmtree(self._runtime, ignore_errors=True)
+
+    def _say_goodbye(self, link: Link) -> None:
+        """Nodes end by themselves when the run was orderly; else, and after a while, are killed."""
+        orderly = self._outcome is not None and self._n_signals < 2 and not self._outcome.error
+        deadline = _now() + (GOODBYE_S if orderly else SHORT_GOODBYE_S)
+        self._send_all(self._nodes.finish() if orderly else self._nodes.kill())
+        while not self._nodes.all_ended() and _now() < deadline:
+            for _, message in link.receive(0.1):
+                if isinstance(message, Exited):
+                    self._nodes.receive(_now(), message.node, message)
+            if self._signals.count > max(1, self._n_signals):
+                break
+        for agent in self._agents:
+            link.send(agent.name, Finish())

@@ -1,0 +1,176 @@
+"""What a run is made of before any node starts: experiment, data, plan, run directory, nodes.
+
+Rules of this file: everything that can be wrong with files and figures is found here, before a
+process is started or (for a new run) a directory is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dbctl.data.order import steps_per_epoch
+from dbctl.data.prepare import statistics
+from dbctl.data.sources import Source, check, open_source
+from dbctl.experiment.resolve import to_json
+from dbctl.experiment.specs import DownpourSpec, Experiment
+from dbctl.launch.base import AgentHandle, start_order
+from dbctl.optim.updates import make_rule
+from dbctl.plan import NodePlan, NodeSpec, Plan, make_plan
+from dbctl.roles.coordinator import CoordinatorStart
+from dbctl.roles.figures import Part
+from dbctl.run.nodes import Node
+from dbctl.rundir import RunDir
+from dbctl.wire import BEGINNING, Position
+
+LEASE_S = 10.0
+STATISTICS = "standardize.npz"
+EVALUATOR_NICE = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a run goes on from: a checkpoint's directory and figures; the default is the start."""
+
+    restore: str = ""
+    positions: Mapping[int, Position]
+    examples: int = 0
+    seconds: float = 0.0
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(8)
+
+
+def open_data(experiment: Experiment) -> tuple[Source, Source | None]:
+    """Both splits, checked against the network. DataError names the file and what is wrong."""
+    train = open_source(experiment.data.train)
+    check(train, experiment.network)
+    test = None
+    if experiment.data.test is not None:
+        test = open_source(experiment.data.test)
+        check(test, experiment.network)
+    return train, test
+
+
+def keep_statistics(experiment: Experiment, train: Source, run_dir: RunDir) -> None:
+    """`standardize`: mean and deviation of the training rows stay in the run directory."""
+    if experiment.data.train.standardize:
+        statistics(train).save(str(run_dir.path / STATISTICS))
+
+
+def resolve_threads(experiment: Experiment) -> Experiment:
+    """The count of BLAS threads of a worker becomes a number: other counts give other bits."""
+    if experiment.threads is not None:
+        return experiment
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0))
+    threads = int(given) if given.isdigit() and int(given) > 0 else None
+    return replace(experiment, threads=threads or max(1, cores // experiment.replicas))
+
+
+def plan_of(experiment: Experiment, train: Source, test: Source | None) -> Plan:
+    return make_plan(
+        experiment,
+        rows=train.rows,
+        test_rows=test.rows if test is not None else 0,
+        cores=len(os.sched_getaffinity(0)),
+    )
+
+
+def network_digest(experiment: Experiment) -> str:
+    """Of the network's own part of the resolved experiment: what a checkpoint must be of."""
+    import msgspec
+
+    network = msgspec.json.decode(to_json(experiment))["network"]
+    return hashlib.sha256(msgspec.json.encode(network)).hexdigest()[:16]
+
+
+def beginnings(replicas: int) -> dict[int, Position]:
+    return dict.fromkeys(range(replicas), BEGINNING)
+
+
+def coordinator_start(plan: Plan, origin: Origin) -> CoordinatorStart:
+    experiment, optimizer = plan.experiment, plan.experiment.optimizer
+    downpour = optimizer if isinstance(optimizer, DownpourSpec) else None
+    warmstart = downpour.warmstart.steps if downpour and downpour.warmstart else 0
+    return CoordinatorStart(
+        workers={node.replica: (node.node,) for node in plan.of_role("worker")},
+        parts={
+            replica: Part(
+                rows=rows,
+                steps_per_epoch=steps_per_epoch(rows, optimizer.batch_size),
+                begin=origin.positions[replica],
+            )
+            for replica, rows in enumerate(plan.rows)
+        },
+        shards=[span.node for span in plan.shards],
+        evaluators=[node.node for node in plan.of_role("evaluator")],
+        stop=experiment.stop,
+        evaluate=experiment.evaluate.every,
+        checkpoint=experiment.checkpoint.every,
+        warmstart=warmstart,
+        max_lead=downpour.max_lead if downpour else None,
+        min_replicas=experiment.min_replicas,
+        examples=origin.examples,
+        seconds=origin.seconds,
+    )
+
+
+def state_vectors(experiment: Experiment) -> list[str]:
+    """The vectors of a checkpoint: parameters, then the rule's state."""
+    return ["parameters", *make_rule(experiment.optimizer.rule, fast=False).state_names]
+
+
+def make_nodes(
+    plan: Plan,
+    agent: AgentHandle,
+    *,
+    run: str,
+    runtime: str,
+    run_dir: Path,
+    origin: Origin,
+    split: str = "test",
+    lease_s: float = LEASE_S,
+    factories: Mapping[str, str] | None = None,
+) -> dict[str, Node]:
+    """An order for each node of the plan. `factories`: role -> module:function, for tests."""
+    experiment = to_json(plan.experiment)
+    statistics_path = run_dir / STATISTICS
+    nodes = {}
+    for node in plan.nodes:
+        spec = NodeSpec(
+            run=run,
+            node=node.node,
+            role=node.role,
+            incarnation=1,
+            runtime=runtime,
+            agent=agent.endpoint,
+            lease_s=lease_s,
+            threads=node.threads,
+            experiment=experiment,
+            shards=plan.shards,
+            replica=node.replica,
+            restore=origin.restore,
+            statistics=str(statistics_path) if statistics_path.exists() else "",
+            position=origin.positions.get(node.replica, BEGINNING),
+            split=split,
+            factory=(factories or {}).get(node.role, ""),
+        )
+        nice = EVALUATOR_NICE if node.role == "evaluator" else 0
+        nodes[node.node] = Node(
+            order=start_order(spec, nice=nice),
+            agent=agent.name,
+            talks_to=_talks_to(plan, node),
+            needed=node.role != "evaluator" or not plan.of_role("worker"),
+        )
+    return nodes
+
+
+def _talks_to(plan: Plan, node: NodePlan) -> tuple[str, ...]:
+    """Workers and evaluators connect to the shards; a shard answers on the way it was asked."""
+    return () if node.role == "shard" else tuple(span.node for span in plan.shards)

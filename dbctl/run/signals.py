@@ -1,0 +1,40 @@
+"""Ctrl-C, SIGTERM and SIGHUP as counts: the session asks, nothing happens inside a handler.
+
+Rules of this file: handlers only count and wake. The exit status of an interrupted run: 130 for
+Ctrl-C, 75 for SIGTERM and SIGHUP; both are resumable.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+STATUS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped", signal.SIGHUP: "stopped"}
+
+
+class Signals:
+    """While it is entered: how many signals have come, and what the first of them means."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.status = ""
+        self.wake: Callable[[], None] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in STATUS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's SIGHUP stays ignored
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.status = self.status or STATUS[signal.Signals(number)]
+        if self.wake is not None:
+            self.wake()

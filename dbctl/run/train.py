@@ -1,0 +1,209 @@
+"""`dbctl train` and `dbctl resume`: one run from its file to its last line.
+
+Rules of this file: it puts together what the others of this package do; the order of things is the
+order in which they can fail (file, data, plan, directory, processes).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from dbctl.checkpoint.layout import Facts, ReplicaRow
+from dbctl.errors import DbctlError
+from dbctl.experiment.read import load
+from dbctl.experiment.resolve import to_yaml
+from dbctl.experiment.specs import Experiment
+from dbctl.launch.base import make_runtime
+from dbctl.launch.local import LocalLauncher
+from dbctl.plan import Plan
+from dbctl.progress.display import Display
+from dbctl.progress.text import Summary
+from dbctl.roles.base import Save
+from dbctl.roles.coordinator import Coordinator
+from dbctl.roles.cuts import CompleteCut
+from dbctl.run.records import RunRecords
+from dbctl.run.saver import Saver
+from dbctl.run.session import Outcome, Session
+from dbctl.run.setting import (
+    LEASE_S,
+    Origin,
+    beginnings,
+    coordinator_start,
+    keep_statistics,
+    make_nodes,
+    network_digest,
+    new_run_id,
+    open_data,
+    plan_of,
+    resolve_threads,
+    state_vectors,
+)
+from dbctl.run.signals import Signals
+from dbctl.rundir import RunDir, RunInfo, create
+
+EXIT_CODES = {"done": 0, "failed": 1, "stopped": 75, "interrupted": 130}
+
+
+def prepare(path: str, overrides: Sequence[str]) -> Plan:
+    """The plan of an experiment file, with nothing started and nothing written."""
+    experiment = resolve_threads(load(path, overrides))
+    return plan_of(experiment, *open_data(experiment))
+
+
+def train(
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: str | None,
+    display: Display,
+    lease_s: float = LEASE_S,
+    factories: Mapping[str, str] | None = None,
+) -> int:
+    """A new run; its exit status. DbctlError where it cannot begin."""
+    with Signals() as signals:
+        experiment = resolve_threads(load(path, overrides))
+        train_data, test_data = open_data(experiment)
+        plan = plan_of(experiment, train_data, test_data)
+        directory = create(Path(run_dir) if run_dir else None, experiment.name)
+        with directory:
+            directory.write_experiment(Path(path).read_bytes())
+            directory.write_resolved(to_yaml(experiment))
+            keep_statistics(experiment, train_data, directory)
+            origin = Origin(positions=beginnings(experiment.replicas))
+            life = Life(plan, directory, display, origin=origin)
+            return life.run(signals, lease_s=lease_s, factories=factories)
+
+
+class Life:
+    """One life of a run in its directory: `train` begins the first, each `resume` another."""
+
+    def __init__(self, plan: Plan, run_dir: RunDir, display: Display, *, origin: Origin) -> None:
+        self.plan = plan
+        self.run_dir = run_dir
+        self.display = display
+        self.origin = origin
+        self.run_id = new_run_id()
+        self.coordinator = Coordinator(coordinator_start(plan, origin))
+        self._digest = network_digest(plan.experiment)
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.plan.experiment
+
+    def run(
+        self,
+        signals: Signals,
+        *,
+        lease_s: float = LEASE_S,
+        factories: Mapping[str, str] | None = None,
+    ) -> int:
+        runtime = make_runtime()
+        launcher = LocalLauncher(
+            runtime=runtime, run=self.run_id, logs=self.run_dir.logs, lease_s=lease_s
+        )
+        launcher.start_async()
+        info = RunInfo.of_this_process(self.run_id, control=runtime, command=sys.argv)
+        self.run_dir.write_info(info)
+        records = RunRecords(self.run_dir, self.display, self.coordinator, now=time.monotonic)
+        session = Session(
+            run=self.run_id,
+            runtime=runtime,
+            launcher=launcher,
+            coordinator=self.coordinator,
+            records=records,
+            signals=signals,
+            lease_s=lease_s,
+            save=self._save,
+            log_path=lambda node: str(self.run_dir.log_path(node)),
+        )
+        records.append("start", run=self.run_id, restore=self.origin.restore or None)
+        nodes = partial(
+            make_nodes,
+            self.plan,
+            run=self.run_id,
+            runtime=runtime,
+            run_dir=self.run_dir.path,
+            origin=self.origin,
+            lease_s=lease_s,
+            factories=factories,
+        )
+        try:
+            outcome = session.run(nodes, self._make_saver)
+            return self._finish(records, session, outcome)
+        finally:
+            records.close()
+            self.display.close()
+
+    def _make_saver(self, wake: object) -> Saver:
+        assert callable(wake)
+        return Saver(
+            self.run_dir.checkpoints,
+            tensors=self.plan.tensors,
+            vectors=state_vectors(self.experiment),
+            keep=self.experiment.checkpoint.keep,
+            wake=wake,
+        )
+
+    def _save(self, saver: Saver, save: Save) -> None:
+        cut: CompleteCut = save.cut
+        now, figures = time.monotonic(), self.coordinator.figures
+        saver.save(
+            cut,
+            Facts(
+                run=self.run_id,
+                network=self._digest,
+                updates=cut.updates,
+                rows=tuple(ReplicaRow.at(r, p) for r, p in sorted(cut.rows.items())),
+                replicas=self.experiment.replicas,
+                partitions=self.experiment.partition.count,
+                shards=len(self.plan.shards),
+                seconds=figures.seconds(now),
+                epochs=figures.epochs,
+                examples=figures.examples,
+                extra={
+                    "dropped_pushes": cut.dropped,
+                    "finished": cut.final and self.coordinator.status == "done",
+                    "test_accuracy": figures.test_accuracy,
+                },
+            ),
+        )
+
+    # ------------------------------------------------------------------------------- the end
+
+    def _finish(self, records: RunRecords, session: Session, outcome: Outcome) -> int:
+        now, figures = time.monotonic(), self.coordinator.figures
+        summary = figures.summary(now)
+        records.append("finished", status=outcome.status, reason=outcome.reason, **summary)
+        records.write_status(now, session.nodes, outcome.status)
+        error = self._error(outcome, records)
+        if error is not None:
+            self.display.warn(str(error))
+        notes = tuple(self._notes(outcome, records))
+        self.display.finished(
+            Summary(run_dir=str(self.run_dir.path), status=outcome.status, notes=notes, **summary)
+        )
+        return EXIT_CODES[outcome.status]
+
+    def _error(self, outcome: Outcome, records: RunRecords) -> DbctlError | str | None:
+        if outcome.status != "failed":
+            return None
+        return outcome.error or outcome.reason
+
+    def _notes(self, outcome: Outcome, records: RunRecords) -> list[str]:
+        figures, notes = self.coordinator.figures, []
+        for replica, rows in figures.left_out().items():
+            notes.append(f"replica {replica} was lost: its {rows:,} rows were left out")
+        if figures.refused():
+            notes.append(f"{figures.refused()} gradients that were not finite were refused")
+        if records.save_error:
+            notes.append(f"the last checkpoint failed: {records.save_error}")
+        if outcome.status in ("stopped", "interrupted", "failed"):
+            saved = records.checkpoint
+            where = f"resume goes on from step {saved.step:,}" if saved else "nothing was saved"
+            earlier = saved is None and self.origin.restore
+            notes.append("resume goes on from the earlier checkpoint" if earlier else where)
+        return notes
