@@ -1,0 +1,88 @@
+"""dbctl/transport/routes.py: where a node is reached, and which of its lives counts."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from dbctl.transport import routes as routes_module
+from dbctl.transport.outlet import Outlet
+from dbctl.transport.routes import Routes
+from dbctl.transport.sockets import Socket
+from dbctl.wire import Peer
+
+ROUTER = cast(Socket, object())
+
+
+def outlet(**rest: Any) -> Outlet:
+    return Outlet(ROUTER, **rest)
+
+
+def test_connection_then_last_message_then_keeper() -> None:
+    routes = Routes("agent-0")
+    assert routes.find("a") is None
+    keeper = routes.connections["agent-0"] = outlet()
+    assert routes.find("a") is keeper
+    caller = routes.caller(ROUTER, b"1")
+    routes.hear("a", caller)
+    assert routes.find("a") is caller
+    other = routes.caller(ROUTER, b"2")
+    routes.hear("a", other)
+    assert routes.find("a") is other
+    own = routes.connections["a"] = outlet(incarnation=1)
+    assert routes.find("a") is own
+
+
+def test_one_way_back_for_one_routing_id() -> None:
+    routes = Routes(None)
+    assert routes.caller(ROUTER, b"1") is routes.caller(ROUTER, b"1")
+
+
+def test_ways_that_nobody_is_reached_by_are_dropped() -> None:
+    routes = Routes(None)
+    for number in range(100):
+        routes.hear("a", routes.caller(ROUTER, str(number).encode()))
+    assert len(routes.outlets()) == 1
+    routes.lose(routes.outlets()[0])
+    assert routes.outlets() == []
+    assert routes.find("a") is None
+
+
+def test_a_way_that_leads_to_two_stays_for_the_other() -> None:
+    """The controller is reached, and reaches all nodes of a host, by one way."""
+    routes = Routes(None)
+    shared = routes.caller(ROUTER, b"1")
+    routes.hear("a", shared)
+    routes.hear("b", shared)
+    routes.end(Peer("a", 1))
+    assert routes.find("b") is shared
+    assert routes.outlets() == [shared]
+
+
+def test_lives() -> None:
+    routes = Routes(None)
+    assert routes.admit(Peer("a", 2))
+    assert routes.admit(Peer("a", 2))
+    assert not routes.admit(Peer("a", 1))
+    assert routes.superseded(Peer("a", 2)) is None
+    assert routes.superseded(Peer("b", 5)) is None
+    assert routes.superseded(Peer("a", 3)) == Peer("a", 2)
+    assert routes.admit(Peer("a", 3))
+
+
+def test_the_end_of_a_life_closes_only_its_own_connection() -> None:
+    routes = Routes("agent-0")
+    keeper = routes.connections["agent-0"] = outlet()
+    newer = routes.connections["a"] = outlet(incarnation=2)
+    assert routes.end(Peer("a", 1)) is None
+    assert routes.end(Peer("agent-0", 1)) is None
+    assert routes.connections == {"agent-0": keeper, "a": newer}
+    assert routes.end(Peer("a", 2)) is newer
+    assert not routes.admit(Peer("a", 2))
+    assert routes.admit(Peer("a", 3))
+
+
+def test_names_are_bounded(monkeypatch: Any) -> None:
+    monkeypatch.setattr(routes_module, "MAX_NODES", 3)
+    routes = Routes(None)
+    assert [routes.admit(Peer(str(number), 1)) for number in range(5)] == [True] * 3 + [False] * 2
+    assert routes.admit(Peer("0", 1))
