@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -21,12 +22,10 @@ def children() -> set[str]:
     """This process's children, dead and unreaped ones too, as `pid name`."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            try:
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-            except OSError:
-                continue
-            found.add(f"{pid} {name}")
+        # A thread, or a child, may end between two lines of this.
+        with contextlib.suppress(OSError):
+            for pid in (task / "children").read_text().split():
+                found.add(f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}")
     return found
 
 

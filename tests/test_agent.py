@@ -10,15 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dbctl.agent import GENTLE_S, Children
 from dbctl.wire import Exited, Kill, Start, Started
-
-LIMIT_S = 10.0
+from tests.cluster.harness import state, wait_until
 
 
 @pytest.fixture
@@ -27,13 +26,6 @@ def children(tmp_path: Path) -> Iterator[Children]:
     yield these
     these.signal_all(signal.SIGKILL)
     wait_until(lambda: these.reap() is not None and not these.running)
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
 
 
 def wait_for_exit(children: Children) -> Exited:
@@ -45,14 +37,6 @@ def wait_for_exit(children: Children) -> Exited:
 
 def shell(script: str, node: str = "shard-0", incarnation: int = 1, spec: str = "{}") -> Start:
     return Start(node, incarnation, ("/bin/sh", "-c", script), (), spec)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether `pid` runs: a dead one that is not reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_for_file(path: Path) -> str:
@@ -202,17 +186,17 @@ def test_what_a_node_started_dies_with_it(children: Children, tmp_path: Path, ho
     children.start(shell(f"sleep 300 & echo $! > {file}; {then}"))
     grandchild = int(wait_for_file(file))
     if how == "killed":
-        assert is_alive(grandchild)
+        assert state(grandchild) in ("R", "S")
         children.kill(Kill("shard-0", 1), time.monotonic())
     wait_for_exit(children)
-    wait_until(lambda: not is_alive(grandchild))
+    wait_until(lambda: state(grandchild) in ("", "Z"))
 
 
 def test_kill_ends_a_stopped_node(children: Children) -> None:
     started = children.start(shell("sleep 60"))
     assert isinstance(started, Started)
     os.kill(started.pid, signal.SIGSTOP)
-    wait_until(lambda: "\nState:\tT" in Path(f"/proc/{started.pid}/status").read_text())
+    wait_until(lambda: state(started.pid) == "T")
     children.kill(Kill("shard-0", 1), time.monotonic())
     assert wait_for_exit(children).status == -signal.SIGKILL
 
@@ -243,12 +227,11 @@ def test_a_dead_node_keeps_its_number_until_its_group_was_killed(
     seen = []
 
     def killpg(pid: int, number: int) -> None:
-        status = Path(f"/proc/{pid}/status").read_text()  # still ours: dead, not reaped
-        seen.append((pid, number, "State:\tZ" in status))
+        seen.append((pid, number, state(pid)))  # Z: dead, not reaped, still ours
 
     monkeypatch.setattr(os, "killpg", killpg)
     wait_for_exit(children)
-    assert seen == [(started.pid, signal.SIGKILL, True)]
+    assert seen == [(started.pid, signal.SIGKILL, "Z")]
 
 
 def test_a_number_that_is_no_longer_ours_is_not_signalled(

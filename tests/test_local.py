@@ -29,6 +29,7 @@ from dbctl.launch.local import LocalLauncher
 from dbctl.plan import NodeSpec
 from dbctl.process import clear_runtime
 from dbctl.wire import PROTOCOL_VERSION
+from tests.cluster.harness import state, wait_until
 
 VERSIONS = f'"version": "{dbctl.__version__}", "protocol": {PROTOCOL_VERSION}'
 
@@ -141,8 +142,7 @@ def test_an_agent_that_never_speaks_is_ended_in_bounded_time(
 def test_a_stopped_agent_is_ended_too(launcher: LocalLauncher) -> None:
     [agent] = launcher.start()
     os.kill(agent.pid, signal.SIGSTOP)
-    while "\nState:\tT" not in Path(f"/proc/{agent.pid}/status").read_text():
-        time.sleep(0.01)
+    wait_until(lambda: state(agent.pid) == "T", 5.0)
     launcher.stop(3.0)
     assert launcher.poll() == 0, "it was woken, and ended by itself"
 

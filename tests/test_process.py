@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbctl.process import clear_runtime, escape, log, one_line, tail
+from tests.cluster.harness import state, wait_until
 
 
 def test_a_log_line_says_when_and_who(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,18 +108,7 @@ def test_the_kernel_ends_a_child_whose_parent_was_killed(stopped: bool) -> None:
         pid = int(children[0])
         if stopped:
             os.kill(pid, signal.SIGSTOP)
-            deadline = time.monotonic() + 5.0
-            while state(pid) != "T" and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert state(pid) == "T"
+            wait_until(lambda: state(pid) == "T", 5.0)
         parent.kill()
         parent.wait()
         assert parent.stdout.read() == b"", "its output is closed: it has ended"
-
-
-def state(pid: int) -> str:
-    """The letter of /proc/PID/stat: R, S, D, T (stopped), Z; "" when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return ""

@@ -352,7 +352,8 @@ def test_a_node_ends_with_its_input_where_the_kernel_does_not_help(cluster: Clus
         assert b"the agent is gone" in node.stderr.read()
     finally:
         node.kill()
-        node.communicate()
+        node.wait()
+        node.stderr.close()
 
 
 def test_an_agent_whose_ready_line_nobody_reads_ends(tmp_path: Path) -> None:
