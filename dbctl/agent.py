@@ -35,6 +35,7 @@ from math import inf
 from pathlib import Path
 
 from dbctl import __version__
+from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.process import (
     SPEC_BYTES_MAX,
     beat_s,
@@ -45,17 +46,7 @@ from dbctl.process import (
     tail,
 )
 from dbctl.transport.link import Link
-from dbctl.wire import (
-    PROTOCOL_VERSION,
-    Exited,
-    Failed,
-    Finish,
-    Kill,
-    Message,
-    Peer,
-    Start,
-    Started,
-)
+from dbctl.wire import Exited, Failed, Finish, Kill, Message, Peer, Start, Started
 
 CONTROLLER = "controller"
 GENTLE_S = 2.0  # from a Kill's SIGTERM to SIGKILL
@@ -304,6 +295,7 @@ def main(argv: list[str]) -> int:
         lease_s=options.lease,
         beat_s=beat_s(options.lease),
         relay=True,
+        bulk="inline",
         watch_fd=0,
         on_trouble=partial(log, options.name),
     )

@@ -16,7 +16,7 @@ from dbctl.experiment.specs import DownpourSpec, Experiment
 from dbctl.model.network import node_shapes, tensors
 from dbctl.model.tensor import Tensor
 from dbctl.region import Range
-from dbctl.wire import BEGINNING, Position
+from dbctl.wire import BEGINNING, Position, ShardSpan
 
 # Cuts between shards fall on multiples of a cache line of float32.
 SHARD_ALIGN = 16
@@ -24,14 +24,6 @@ ITEM_BYTES = 4
 PROCESS_BYTES = 60 << 20  # what Python with numpy and pyzmq takes before any of ours
 N_PARAMETER_BUFFERS = 3
 STATE_VECTORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
-
-
-class ShardSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Shard `node` holds elements `start` to `stop` of the flat parameter vector."""
-
-    node: str
-    start: int
-    stop: int
 
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):

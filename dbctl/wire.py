@@ -1,9 +1,6 @@
-"""The messages of dbctl, and their encoding: docs/protocol.md says what each means.
+"""The messages of dbctl: docs/protocol.md says what each means, envelope.py how each travels.
 
-Rules of this file: pure; every message of the project is here; nothing is ever pickled. A ZeroMQ
-message is one header frame (msgpack of an `Envelope`) and at most one payload frame of at most
-`PIECE_BYTES`, raw little-endian elements. A payload travels in one of two ways, which the roles do
-not see: `Shared` names memory that its sender owns, `Inline` follows in pieces.
+Rules of this file: pure; every message of the project is here.
 
 Messages are totals, never changes, so that each may be lost, repeated or late (reliability.md,
 section 2). `seq` counts the pushes of one incarnation of one worker, from 1.
@@ -15,9 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-PROTOCOL_VERSION = 1
-PIECE_BYTES = 1 << 20
-
 
 class Peer(NamedTuple):
     """Who sent a message: a node's name and which of its lives."""
@@ -27,6 +21,14 @@ class Peer(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.node}#{self.incarnation}"
+
+
+class ShardSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Shard `node` holds elements `start` to `stop` of the flat parameter vector."""
+
+    node: str
+    start: int
+    stop: int
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -352,80 +354,3 @@ AnyMessage = (
     | Ready | Peers | Beat | Lease | Finish | Failed
     | Start | Started | Exited | Kill
 )  # fmt: skip
-
-
-# ---------------------------------------------------------------- the envelope
-
-
-class Shared(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A payload in its sender's memory: /proc/`pid`/fd/`fd`, checked by inode and size."""
-
-    pid: int
-    fd: int
-    inode: int
-    size_bytes: int
-    offset_bytes: int
-    n_elements: int
-    dtype: str
-
-
-class Inline(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A payload in pieces: this frame holds piece `piece` of `of` of message `serial`."""
-
-    serial: int
-    piece: int
-    of: int
-    n_elements: int
-    dtype: str
-
-
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The header frame: who sends what to whom in which run."""
-
-    version: int
-    run: str
-    sender: str
-    incarnation: int
-    to: str
-    message: AnyMessage
-    payload: Shared | Inline | None = None
-
-    @property
-    def peer(self) -> Peer:
-        return Peer(self.sender, self.incarnation)
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-class WireError(ValueError):
-    """A frame that is no envelope of this protocol version."""
-
-
-class VersionError(WireError):
-    """An envelope of another protocol version."""
-
-
-def encode(envelope: Envelope) -> bytes:
-    """The header frame; the message's own `payload` was taken out (`without_payload`)."""
-    return _encoder.encode(envelope)
-
-
-def decode(frame: bytes | memoryview) -> Envelope:
-    """The envelope in a header frame; WireError says what is wrong with it."""
-    try:
-        envelope = _decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
-    if envelope.version != PROTOCOL_VERSION:
-        raise VersionError(f"protocol {envelope.version}, expected {PROTOCOL_VERSION}")
-    return envelope
-
-
-def without_payload(message: Message) -> Message:
-    return msgspec.structs.replace(message, payload=None) if message.carries_payload else message
-
-
-def with_payload(message: Message, payload: object) -> Message:
-    return msgspec.structs.replace(message, payload=payload)

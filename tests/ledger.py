@@ -16,14 +16,13 @@ import numpy as np
 
 from dbctl.experiment.specs import Every, StopSpec
 from dbctl.launch.inproc import CONTROLLER, Faults, Network
-from dbctl.plan import ShardSpan
 from dbctl.region import Range
 from dbctl.roles.base import Array, BatchResult, Effects, PlainBuffer, Save, View
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.downpour import Downpour, DownpourStart
 from dbctl.roles.figures import Part
 from dbctl.roles.shard import Shard, ShardStart
-from dbctl.wire import Ack, CutPart, Message, Params, Peer, Position, Push, Return
+from dbctl.wire import Ack, CutPart, Message, Params, Peer, Position, Push, Return, ShardSpan
 
 
 class LedgerRule:

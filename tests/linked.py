@@ -10,16 +10,9 @@ from typing import Any
 import pytest
 import zmq
 
-from dbctl import wire
+from dbctl.envelope import Envelope, encode
 from dbctl.transport.link import Link
-from dbctl.wire import (
-    Beat,
-    Envelope,
-    Message,
-    Peer,
-    Position,
-    Push,
-)
+from dbctl.wire import Beat, Message, Peer, Position, Push
 
 RUN = "run-1"
 WAIT_S = 5.0
@@ -98,4 +91,4 @@ class Stranger:
 
     def say(self, message: Any, *more: bytes, **changes: Any) -> None:
         given = {"version": 1, "run": RUN, "sender": "x", "incarnation": 1, "to": "shard-0"}
-        self.send(wire.encode(Envelope(message=message, **(given | changes))), *more)
+        self.send(encode(Envelope(message=message, **(given | changes))), *more)

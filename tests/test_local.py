@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import dbctl
+from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.errors import LaunchError
 from dbctl.launch import local
 from dbctl.launch.base import (
@@ -28,7 +29,6 @@ from dbctl.launch.base import (
 from dbctl.launch.local import LocalLauncher
 from dbctl.plan import NodeSpec
 from dbctl.process import clear_runtime
-from dbctl.wire import PROTOCOL_VERSION
 from tests.cluster.harness import state, wait_until
 
 VERSIONS = f'"version": "{dbctl.__version__}", "protocol": {PROTOCOL_VERSION}'

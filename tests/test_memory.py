@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from dbctl.envelope import Shared
 from dbctl.errors import PeerError
 from dbctl.roles.base import PlainBuffer, View
 from dbctl.transport import memory
 from dbctl.transport.memory import Mappings, SharedBuffer, allocate, describe
-from dbctl.wire import Peer, Shared
+from dbctl.wire import Peer
 
 PEER = Peer("worker-0.0", 1)
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from dbctl import wire
+from dbctl.envelope import PIECE_BYTES, PROTOCOL_VERSION, Envelope, Inline, Shared, decode, encode
 from dbctl.roles.base import PlainBuffer, View
 from dbctl.transport.memory import SharedBuffer
 from dbctl.transport.parcel import Packer, Refused, unpack
 from dbctl.transport.pieces import Assembler
-from dbctl.wire import PIECE_BYTES, Ack, Envelope, Inline, Params, Peer, Position, Shared
+from dbctl.wire import Ack, Params, Peer, Position
 
 RUN = "run-1"
 ME = Peer("shard-0", 3)
@@ -28,7 +29,7 @@ def packer(bulk: str = "memory") -> Packer:
 def test_a_message_without_payload_is_one_frame() -> None:
     [[header]] = packer().pack("worker-0.0", Ack(1, 2, 3))
     assert unpack([memoryview(header)], RUN) == Envelope(
-        wire.PROTOCOL_VERSION, RUN, "shard-0", 3, "worker-0.0", Ack(1, 2, 3)
+        PROTOCOL_VERSION, RUN, "shard-0", 3, "worker-0.0", Ack(1, 2, 3)
     )
 
 
@@ -65,14 +66,14 @@ def test_serials_grow() -> None:
     serials = []
     for _ in range(3):
         [[header, _]] = pack("w", params(np.zeros(3, "<f4")))
-        payload = wire.decode(header).payload
+        payload = decode(header).payload
         assert isinstance(payload, Inline)
         serials.append(payload.serial)
     assert serials == [1, 2, 3]
 
 
 def test_what_a_peer_says_cannot_act_on_a_terminal() -> None:
-    header = wire.encode(Envelope(1, "\x1b[2J\n" + "é" * 500, "x", 1, "y", Ack(1, 1, 1)))
+    header = encode(Envelope(1, "\x1b[2J\n" + "é" * 500, "x", 1, "y", Ack(1, 1, 1)))
     with pytest.raises(Refused) as caught:
         unpack([memoryview(header)], RUN)
     assert caught.value.kind == "run"
@@ -86,6 +87,6 @@ def test_header_of_every_message_fits() -> None:
     row = wire.WorkerRow("worker-100.100", 3, 1 << 40, Position(1 << 40, 1 << 20, 1 << 20))
     staleness = tuple(("worker-100.100", s, 1 << 30) for s in range(600))
     report = wire.ShardReport(1, 1 << 40, 1 << 40, 1 << 50, 1 << 50, 0, (row,) * 200, staleness)
-    header = wire.encode(Envelope(1, RUN, "shard-0", 1, "controller", report))
+    header = encode(Envelope(1, RUN, "shard-0", 1, "controller", report))
     assert len(header) <= 64 << 10
     assert msgspec.msgpack.decode(header)

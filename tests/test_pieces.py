@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dbctl.envelope import Inline
 from dbctl.errors import PeerError
 from dbctl.transport import pieces
 from dbctl.transport.pieces import Assembler, count_pieces, cut
-from dbctl.wire import Inline, Peer
+from dbctl.wire import Peer
 
 PEER = Peer("worker-1.0", 1)
 Piece = tuple[Inline, bytes]

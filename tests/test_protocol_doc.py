@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from dbctl import wire
+from dbctl.envelope import PIECE_BYTES, PROTOCOL_VERSION, Envelope, Inline, Shared
 
 TEXT = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
 MESSAGES = get_args(wire.AnyMessage)
-PARTS = (wire.Position, wire.WorkerRow, wire.Loss, wire.Shared, wire.Inline, wire.Envelope)
+PARTS = (wire.Position, wire.WorkerRow, wire.Loss, Shared, Inline, Envelope)
 STRUCTS = {struct.__name__: struct for struct in (*MESSAGES, *PARTS)}
 
 
@@ -42,6 +43,6 @@ def test_the_fields_are_documented_in_the_order_they_travel(name: str) -> None:
 
 
 def test_the_numbers_of_the_protocol() -> None:
-    assert f"protocol version {wire.PROTOCOL_VERSION}" in TEXT.lower()
-    assert wire.PIECE_BYTES == 1 << 20
+    assert f"protocol version {PROTOCOL_VERSION}" in TEXT.lower()
+    assert PIECE_BYTES == 1 << 20
     assert "1 MiB" in TEXT

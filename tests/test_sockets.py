@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from dbctl.envelope import PIECE_BYTES
 from dbctl.errors import LaunchError
 from dbctl.transport import sockets
-from dbctl.wire import PIECE_BYTES
 
 
 @pytest.fixture

@@ -14,22 +14,11 @@ import pytest
 import zmq
 from linked import RUN, WAIT_S, Make, Stranger, arrive, folder, make, pair, push, until
 
-from dbctl import wire
+from dbctl.envelope import Envelope, Inline, Shared, encode
 from dbctl.roles.base import View
 from dbctl.transport.link import Link
 from dbctl.transport.memory import SharedBuffer
-from dbctl.wire import (
-    Ack,
-    Beat,
-    Envelope,
-    Fetch,
-    Inline,
-    Lease,
-    Message,
-    Params,
-    Peer,
-    Shared,
-)
+from dbctl.wire import Ack, Beat, Fetch, Lease, Message, Params, Peer
 
 __all__ = ["folder", "make"]  # fixtures
 
@@ -154,7 +143,7 @@ HERE = Shared(os.getpid(), 0, 1, 1 << 40, 0, 1 << 30, "<f4")
 
 
 def nested(depth: int) -> bytes:
-    header = wire.encode(Envelope(1, RUN, "x", 1, "shard-0", Params(1, 1, 1, 1, 1, 1)))
+    header = encode(Envelope(1, RUN, "x", 1, "shard-0", Params(1, 1, 1, 1, 1, 1)))
     at = header.rindex(b"\xc0\xc0")
     return header[:at] + b"\x91" * depth + header[at:]
 
@@ -165,7 +154,7 @@ class Bomb:
 
 
 def hostile() -> dict[str, tuple[str, Callable[[Stranger], None]]]:
-    good = wire.encode(Envelope(1, RUN, "x", 1, "shard-0", ACK))
+    good = encode(Envelope(1, RUN, "x", 1, "shard-0", ACK))
     inline = Inline(1, 0, 1, 4, "<f4")
     return {
         "random": ("undecodable", lambda s: s.send(os.urandom(300))),
@@ -271,7 +260,7 @@ def test_bytes_that_are_not_zeromq_cost_nothing(make: Make) -> None:
 def test_every_message_decodes_from_noise_or_is_refused(make: Make) -> None:
     """One byte of a good header flipped at a time: delivered or dropped, the thread lives."""
     shard = make("shard-0")
-    good = wire.encode(Envelope(1, RUN, "x", 1, "shard-0", push(None), Inline(1, 0, 1, 4, "<f4")))
+    good = encode(Envelope(1, RUN, "x", 1, "shard-0", push(None), Inline(1, 0, 1, 4, "<f4")))
     with Stranger(shard.endpoint) as stranger:
         for at in range(len(good)):
             for value in (0x00, 0xC1, 0xDD, 0xFF):

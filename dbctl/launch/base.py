@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Protocol
 
 import dbctl
+from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.plan import NodeSpec
 from dbctl.process import escape
-from dbctl.wire import PROTOCOL_VERSION, Start
+from dbctl.wire import Start
 
 RUNTIME_PREFIX = "dbctl-"
 # An address of a socket holds 107 bytes; worker-9999.9999.9999.sock and more must fit behind this.

@@ -17,21 +17,18 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from dbctl.roles.base import NEVER, Array, Done, Effect, Effects, Record, Role, Save, Send, View
-from dbctl.transport.pieces import Assembler, cut
-from dbctl.wire import (
+from dbctl.envelope import (
     PROTOCOL_VERSION,
     Envelope,
-    Exited,
-    Finish,
     Inline,
-    Message,
-    Peer,
     decode,
     encode,
     with_payload,
     without_payload,
 )
+from dbctl.roles.base import NEVER, Array, Done, Effect, Effects, Record, Role, Save, Send, View
+from dbctl.transport.pieces import Assembler, cut
+from dbctl.wire import Exited, Finish, Message, Peer
 
 CONTROLLER = "controller"
 
@@ -209,18 +206,18 @@ class Network:
         payload = getattr(message, "payload", None)
         array: Array | None = payload.array if isinstance(payload, View) else payload
         if array is None:
-            self._carry(node, to, message, None)
+            self._carry(node, to, message, payload=None)
         elif self._random.random() < self.faults.in_pieces:
             node.serial += 1
             for piece, of, data in cut(array, self.faults.piece_bytes):
                 inline = Inline(node.serial, piece, of, len(array), array.dtype.str)
-                self._carry(node, to, message, (inline, bytes(data)))
+                self._carry(node, to, message, payload=(inline, bytes(data)))
         else:
             shared = array.view()
             shared.flags.writeable = False
-            self._carry(node, to, message, shared)
+            self._carry(node, to, message, payload=shared)
 
-    def _carry(self, node: _Node, to: str, message: Message, payload: Any) -> None:
+    def _carry(self, node: _Node, to: str, message: Message, *, payload: Any) -> None:
         """One message or piece on its way: lost, once, or twice."""
         inline = payload[0] if isinstance(payload, tuple) else None
         bare = without_payload(message)
@@ -239,9 +236,9 @@ class Network:
             copies = 2
         for _ in range(copies):
             time = self.now + self._random.random() * self.faults.delay_s
-            self._at(time, lambda: self._deliver(number, pair, frame, payload))
+            self._at(time, lambda: self._deliver(number, pair, frame, payload=payload))
 
-    def _deliver(self, number: int, pair: tuple[str, str], frame: bytes, payload: Any) -> None:
+    def _deliver(self, number: int, pair: tuple[str, str], frame: bytes, *, payload: Any) -> None:
         if number < self._arrived.get(pair, 0):
             self.happened["overtaken"] += 1
         self._arrived[pair] = max(number, self._arrived.get(pair, 0))

@@ -24,7 +24,6 @@ from math import isfinite
 import numpy as np
 
 from dbctl.optim.gradients import accrue, accrue_and_step, clip, first_bad, is_finite, local_step
-from dbctl.plan import ShardSpan
 from dbctl.region import Range
 from dbctl.roles.base import (
     NEVER,
@@ -41,7 +40,7 @@ from dbctl.roles.base import (
 from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.totals import Totals
 from dbctl.roles.worker import Channel, Slots
-from dbctl.wire import BEGINNING, Finish, Grant, Halt, Message, Peer, Position, Push
+from dbctl.wire import BEGINNING, Finish, Grant, Halt, Message, Peer, Position, Push, ShardSpan
 
 
 @dataclass(frozen=True, kw_only=True)

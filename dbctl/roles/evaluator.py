@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dbctl.plan import ShardSpan
 from dbctl.region import Range
 from dbctl.roles.base import NOW, Done, Effects, Measure, Send
 from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.worker import Channel, Timer
-from dbctl.wire import Evaluate, Evaluated, Finish, Loss, Message, Peer
+from dbctl.wire import Evaluate, Evaluated, Finish, Loss, Message, Peer, ShardSpan
 
 
 class Evaluator:

@@ -6,10 +6,10 @@ left whoever dies; nothing that a peer says about memory is believed before it i
 Theory of operation: the owner makes a memfd, reserves all of it (`posix_fallocate`: lack of memory
 is an error here and never a SIGBUS later), maps it, and seals it: its size is fixed, and the kernel
 refuses every other writable mapping (F_SEAL_FUTURE_WRITE). A message names it as /proc/PID/fd/FD
-with its inode and size (`wire.Shared`). The reader opens that, checks both on what it *opened* (by
-then PID may be another process, FD another file), checks the seals (an unsealed file could shrink
-under the mapping), and maps it read-only. It maps a buffer once, and keeps the mapping for as long
-as that incarnation of the peer lives: page tables cost more than the doorbell.
+with its inode and size (`envelope.Shared`). The reader opens that, checks both on what it *opened*
+(by then PID may be another process, FD another file), checks the seals (an unsealed file could
+shrink under the mapping), and maps it read-only. It maps a buffer once, and keeps the mapping for
+as long as that incarnation of the peer lives: page tables cost more than the doorbell.
 When a buffer may be written again is not known here: roles hand out and take back.
 """
 
@@ -23,17 +23,12 @@ import stat
 import weakref
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from dbctl.envelope import Shared
 from dbctl.errors import PeerError
-from dbctl.roles.base import Buffer, PlainBuffer, View
+from dbctl.roles.base import Array, Buffer, PlainBuffer, View
 from dbctl.transport.pieces import ITEM_BYTES
-from dbctl.wire import Peer, Shared
-
-Array = NDArray[Any]
+from dbctl.wire import Peer
 
 MAPPINGS_PER_PEER = 64
 MAPPED_PEERS = 1024
@@ -67,7 +62,7 @@ class SharedBuffer:
             self._close()
             raise
         self.inode = os.fstat(self.fd).st_ino
-        self._array: Array = np.frombuffer(mapped, dtype)[:n_elements]
+        self._array = _flat(mapped, dtype, n_elements)
 
     @property
     def array(self) -> Array:
@@ -77,7 +72,13 @@ class SharedBuffer:
     def close(self) -> None:
         """Gives the descriptor back, and the memory once no array of it is left; twice is fine."""
         self._close()
-        self._array = np.empty(0, self.dtype)
+        self._array = self._array[:0].copy()
+
+
+def _flat(mapped: mmap.mmap, dtype: str, n_elements: int, offset_bytes: int = 0) -> Array:
+    import numpy as np  # not above: an agent maps nothing, and starts without it
+
+    return np.frombuffer(mapped, dtype, n_elements, offset_bytes)
 
 
 def _reserve(fd: int, size_bytes: int) -> None:
@@ -186,7 +187,7 @@ class Mappings:
         maps.move_to_end(key)
         if len(maps) > self.max_per_peer:
             maps.popitem(last=False)
-        return np.frombuffer(mapped, shared.dtype, shared.n_elements, shared.offset_bytes)
+        return _flat(mapped, shared.dtype, shared.n_elements, shared.offset_bytes)
 
     def forget(self, peer: Peer) -> None:
         """That incarnation is over: its memory may go once nobody here holds an array of it."""

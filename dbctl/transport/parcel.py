@@ -12,23 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
-from dbctl.roles.base import View
-from dbctl.transport.memory import SharedBuffer, describe
-from dbctl.transport.pieces import cut
-from dbctl.wire import (
+from dbctl.envelope import (
     PROTOCOL_VERSION,
     Envelope,
     Inline,
-    Message,
-    Peer,
     VersionError,
     WireError,
     decode,
     encode,
     without_payload,
 )
+from dbctl.roles.base import View
+from dbctl.transport.memory import SharedBuffer, describe
+from dbctl.transport.pieces import cut
+from dbctl.wire import Message, Peer
 
 HEADER_BYTES = 64 << 10
 NAME_CHARACTERS = 100
@@ -76,7 +74,7 @@ class Packer:
                 return [[encode(msgspec.structs.replace(envelope, payload=describe(payload)))]]
             array = payload.array
         else:
-            array = np.array(payload)
+            array = payload.copy()
         self._serial += 1
         return [
             [

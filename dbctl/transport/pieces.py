@@ -1,6 +1,6 @@
 """Cuts a payload into pieces of bounded size and puts pieces together again. Pure.
 
-Rules of this file: no socket and no clock; numpy, the wire's types, and nothing else, so that the
+Rules of this file: no socket and no clock; arrays, the wire's types, and nothing else, so that the
 seeded in-process network loses and repeats pieces with the same code that a run uses.
 
 Theory of operation: piece i of a payload holds its bytes [i * piece_bytes, (i + 1) * piece_bytes),
@@ -16,15 +16,12 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from dbctl.envelope import PIECE_BYTES, Inline
 from dbctl.errors import PeerError
-from dbctl.wire import PIECE_BYTES, Inline, Peer
+from dbctl.roles.base import Array
+from dbctl.wire import Peer
 
-Array = NDArray[Any]
 BufferFor = Callable[[Peer, Inline], Array]
 
 ITEM_BYTES = {"<f4": 4, "<f8": 8}
@@ -43,7 +40,7 @@ def cut(array: Array, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int
     """(piece, of, bytes) in order; the bytes are the array's own memory, nothing is copied."""
     assert array.flags.c_contiguous, "only C-contiguous payloads travel"
     assert array.dtype.str in ITEM_BYTES, f"payloads are {set(ITEM_BYTES)}, not {array.dtype.str}"
-    data = array.reshape(-1).view(np.uint8).data
+    data = array.reshape(-1).view("u1").data
     of = count_pieces(len(data), piece_bytes)
     for piece in range(of):
         yield piece, of, data[piece * piece_bytes : (piece + 1) * piece_bytes]
@@ -55,7 +52,7 @@ class _Assembly:
     def __init__(self, inline: Inline, array: Array) -> None:
         self.shape = _shape(inline)
         self.array = array
-        self.bytes = array.reshape(-1).view(np.uint8)
+        self.bytes = array.reshape(-1).view("u1")
         self.missing = set(range(inline.of))
 
     def place(self, inline: Inline, frame: memoryview, at: int) -> bool:
@@ -171,4 +168,6 @@ def _shape(inline: Inline) -> tuple[int, int, str]:
 
 
 def _fresh_buffer(peer: Peer, inline: Inline) -> Array:
+    import numpy as np  # not above: an agent receives no payload, and starts without it
+
     return np.empty(inline.n_elements, inline.dtype)

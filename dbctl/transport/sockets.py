@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 import zmq
 
+from dbctl.envelope import PIECE_BYTES
 from dbctl.errors import LaunchError
-from dbctl.wire import PIECE_BYTES
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"

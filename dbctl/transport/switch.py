@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from numpy.typing import NDArray
 
+from dbctl.envelope import Envelope, Shared, with_payload
 from dbctl.errors import LaunchError, PeerError
+from dbctl.roles.base import Array
 from dbctl.transport.lease import Lease as LeaseClock
 from dbctl.transport.memory import Mappings
 from dbctl.transport.outlet import Outlet
@@ -40,7 +41,7 @@ from dbctl.transport.sockets import (
     open_router,
     receive,
 )
-from dbctl.wire import Beat, Envelope, Lease, Message, Peer, Shared, with_payload
+from dbctl.wire import Beat, Lease, Message, Peer
 
 CONTROLLER = "controller"
 READS_A_TURN = 64
@@ -247,7 +248,7 @@ class Switch:
         held_bytes = 0
         whole: Message = message
         if envelope.payload is not None:
-            array: NDArray[Any] | None
+            array: Array | None
             if not isinstance(envelope.payload, Shared):
                 array = self._assembler.add(peer, envelope.payload, frames[1].buffer)
                 held_bytes = 0 if array is None else array.nbytes
