@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dbctl.model.network import NetworkSpec
+from dbctl.data.dataset import Dataset
+from dbctl.data.order import epoch_order, subset
+from dbctl.data.sources import open_source
+from dbctl.experiment.specs import Experiment
+from dbctl.model.initial import initial_values
+from dbctl.model.network import NetworkSpec, tensors
+from dbctl.model.passes import Network
+from dbctl.region import Range
 
 Array = NDArray[Any]
 
@@ -165,3 +172,32 @@ def serial_mean_and_deviation(column: list[float]) -> tuple[float, float]:
     mean = math.fsum(column) / len(column)
     squares = math.fsum((value - mean) ** 2 for value in column)
     return mean, math.sqrt(squares / len(column)) or 1.0
+
+
+# ------------------------------------------------------------- serial SGD (rung 5 of the ladder)
+
+
+def serial_sgd(experiment: Experiment, steps: int) -> NDArray[np.float32]:
+    """Thirty lines of serial SGD: no role, no message, no shard. The flat parameters after it."""
+    spec, optimizer = experiment.network, experiment.optimizer
+    source = open_source(experiment.data.train)
+    rows = subset(source.rows, experiment.seed, replica=0, replicas=1)
+    data = Dataset(source, experiment.data.train, rows=rows)
+    n_parameters = tensors(spec)[-1].range.stop
+    parameters = initial_values(spec, experiment.seed, Range(0, n_parameters))
+    gradient = np.zeros_like(parameters)
+    network = Network(spec, batch_size=optimizer.batch_size)
+    done, epoch = 0, 0
+    while done < steps:
+        order = epoch_order(len(rows), experiment.seed, replica=0, epoch=epoch)
+        for first in range(0, len(order), optimizer.batch_size):
+            at = order[first : first + optimizer.batch_size]
+            x = data.batch(at, np.empty((data.features, len(at)), np.float32))
+            network.gradient(parameters, x, data.targets(at), out=gradient)
+            rate = np.float32(optimizer.rule.rate)
+            parameters = parameters - rate * gradient
+            done += 1
+            if done == steps:
+                break
+        epoch += 1
+    return parameters
