@@ -161,7 +161,7 @@ def serial_normals(words: list[int]) -> list[float]:
     """Box and Muller 1958, one pair of words a normal."""
     normals = []
     for a, b in zip(words[0::2], words[1::2], strict=True):
-        u = ((a >> 11) + 1) / 2**53
+        u = 1 - (a >> 11) / 2**53
         v = (b >> 11) / 2**53
         normals.append(math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v))
     return normals

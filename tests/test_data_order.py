@@ -12,7 +12,6 @@ from dbctl.data.order import (
     epoch_order,
     permutation,
     steps_per_epoch,
-    stream,
     subset,
 )
 from tests.reference import serial_permutation
@@ -98,11 +97,6 @@ def test_the_order_of_a_seed_never_changes() -> None:
     """Resume goes on in the middle of an epoch (reliability.md, G18): these are for good."""
     assert subset(10, 7, replica=0, replicas=1).tolist() == GOLDEN_ROWS
     assert epoch_order(10, 7, replica=1, epoch=2).tolist() == GOLDEN_ORDER
-
-
-def test_streams_of_other_seeds_and_names_differ() -> None:
-    words = {int(stream(seed, name).random_raw()) for seed in (1, 12) for name in ("a", "2 a")}
-    assert len(words) == 4
 
 
 def test_an_order_is_even() -> None:

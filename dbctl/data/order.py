@@ -3,10 +3,9 @@
 Rules of this file: integers only; no state. Everything is a function of seed, replica and epoch, so
 nothing of it is ever stored or sent (reliability.md, G18).
 
-Theory of operation: a permutation is the stable order of Philox's raw words, one a row. Only the
-raw words of a bit generator are kept the same by numpy for good; its `permutation` and `shuffle`
-are not. Row i of one permutation belongs to replica i mod R in every epoch (paper A, section 4.1:
-the training data is divided into subsets); only its order within the replica changes.
+Theory of operation: a permutation is the stable order of random words, one a row (philox.py). Row i
+of one permutation belongs to replica i mod R in every epoch (paper A, section 4.1: the training
+data is divided into subsets); only its order within the replica changes.
 
 A replica can have no rows (fewer rows than replicas): `subset` is empty then and
 `steps_per_epoch` 0; such a replica has nothing to do in any epoch.
@@ -14,27 +13,19 @@ A replica can have no rows (fewer rows than replicas): `subset` is empty then an
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dbctl.philox import stream
+
 Indices = NDArray[np.int64]
-
-
-def stream(seed: int, name: str) -> np.random.Philox:
-    """The bit generator of one seed and one name, at its first word.
-
-    The key is 128 bits of BLAKE2b of both, so that no two names share a stream.
-    """
-    digest = blake2b(f"{seed} {name}".encode(), digest_size=16).digest()
-    return np.random.Philox(key=int.from_bytes(digest, "little"))
 
 
 def permutation(n: int, seed: int, name: str) -> Indices:
     """A permutation of 0 to n - 1, int64 (n,); the same on every version of numpy."""
-    words: NDArray[Any] = stream(seed, name).random_raw(n)
+    words: NDArray[Any] = stream(f"{seed} {name}").random_raw(n)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 

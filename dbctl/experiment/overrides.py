@@ -29,10 +29,10 @@ def apply_overrides(tree: Mapping, overrides: Sequence[str], problems: list[Prob
         if value is None and n_problems == len(problems):  # only a comment
             problems.append(problem(place, path, "expected a value, found none; quote a `#`"))
         elif value is not None:
-            _put(tree, path, value, problems)
+            _put(tree, path, value, problems=problems)
 
 
-def _put(tree: Mapping, path: tuple[str, ...], value: Tree, problems: list[Problem]) -> None:
+def _put(tree: Mapping, path: tuple[str, ...], value: Tree, *, problems: list[Problem]) -> None:
     at: Tree = tree
     for depth, name in enumerate(path):
         last = depth == len(path) - 1

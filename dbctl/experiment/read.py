@@ -266,7 +266,7 @@ class _Reader:
             return self._wrong(tree, annotation, path)
         value, at = _judge(leaf | None if shape.optional else leaf, data)
         if value is not _FAILED:
-            return self._file_name(value, tree, annotation, path)
+            return self._file_name(value, tree, annotation, path=path)
         if isinstance(tree, Listing):
             for index in at:
                 self._wrong(tree.items[index], _item(leaf, index), (*path, str(index)))
@@ -274,7 +274,7 @@ class _Reader:
                 return _FAILED
         return self._wrong(tree, annotation, path)
 
-    def _file_name(self, value: Any, tree: Tree, annotation: Any, path: Path) -> Any:
+    def _file_name(self, value: Any, tree: Tree, annotation: Any, *, path: Path) -> Any:
         """The absolute name where `value` names a file, else `value`.
 
         `..` is kept as it stands: taking it out would go wrong behind a symbolic link.
