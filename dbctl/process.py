@@ -43,9 +43,13 @@ def log(node: str, text: str) -> None:
 
 def escape(text: str) -> str:
     """`text` with every character that is neither printable nor a newline as its escape."""
+    return "\n".join(map(escape_line, text.expandtabs(4).split("\n")))
+
+
+def escape_line(text: str) -> str:
+    """`text` in one line: every character that is not printable as its escape."""
     return "".join(
-        c if c == "\n" or c.isprintable() else c.encode("unicode_escape", "replace").decode()
-        for c in text.expandtabs(4)
+        c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text
     )
 
 

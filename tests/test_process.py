@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbctl.process import clear_runtime, escape, log, one_line, tail
+from dbctl.process import clear_runtime, escape, escape_line, log, one_line, tail
 from tests.cluster.harness import state, wait_until
 
 
@@ -41,6 +41,10 @@ def test_escaped_text_cannot_move_a_cursor(text: str) -> None:
 
 def test_escape_keeps_what_people_read() -> None:
     assert escape("naïve 線 ok\n\x1b[2J\rx\ty\u202e") == "naïve 線 ok\n\\x1b[2J\\rx   y\\u202e"
+
+
+def test_a_line_stays_one_line() -> None:
+    assert escape_line("a\tb\n\x7f\u202e\ud800ä") == "a\\tb\\n\\x7f\\u202e\\ud800ä"
 
 
 def test_an_error_as_one_bounded_line() -> None:

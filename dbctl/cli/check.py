@@ -6,7 +6,7 @@ import json
 
 import click
 
-from dbctl.cli.main import escaped
+from dbctl.process import escape_line
 
 
 @click.command()
@@ -19,7 +19,7 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
     experiment = load(file, overrides)
     what = f"{experiment.optimizer.type}, {len(experiment.network.layers)} layers"
     sizes = f"{experiment.replicas} replicas, {experiment.shards} shards"
-    click.echo(escaped(f"{file}: ok: {experiment.name}: {what}, {sizes}"))
+    click.echo(escape_line(f"{file}: ok: {experiment.name}: {what}, {sizes}"))
 
 
 @click.command()

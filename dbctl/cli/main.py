@@ -18,6 +18,7 @@ import click
 
 from dbctl import __version__
 from dbctl.errors import DbctlError, ExperimentError
+from dbctl.process import escape_line
 
 MAX_PROBLEMS = 50  # of one file, printed; a hundred lines help nobody
 
@@ -97,7 +98,7 @@ def report(error: DbctlError) -> None:
         first, *more = str(error).splitlines() or [type(error).__name__]
         _say(first)
         for line in more:
-            click.echo(escaped(line), err=True)
+            click.echo(escape_line(line), err=True)
         return
     for problem in error.problems[:MAX_PROBLEMS]:
         _say(str(problem))
@@ -105,15 +106,8 @@ def report(error: DbctlError) -> None:
         _say(f"and {len(error.problems) - MAX_PROBLEMS} more problems")
 
 
-def escaped(text: str) -> str:
-    """`text` in one line that steers no terminal: control and format characters as escapes."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
-
-
 def _say(message: str) -> None:
-    click.echo(f"dbctl: error: {escaped(message)}", err=True)
+    click.echo(f"dbctl: error: {escape_line(message)}", err=True)
 
 
 def _usage(error: click.ClickException) -> str:

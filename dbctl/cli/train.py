@@ -15,6 +15,7 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines on stdout.")
 @click.option("--quiet", is_flag=True, help="Only warnings and the last line.")
 def train(
+    *,
     file: str,
     overrides: tuple[str, ...],
     run_dir: str | None,

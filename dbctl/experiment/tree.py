@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dbctl.errors import ExperimentError, Problem
+from dbctl.process import escape_line
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -71,7 +72,7 @@ def problem(place: Place, path: Path, message: str) -> Problem:
 def shown(text: str, limit: int = 60) -> str:
     """Text from a file as it may stand in one line of a message: escaped, and cut at `limit`."""
     cut = text if len(text) <= limit else text[: limit - 3] + "..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    return escape_line(cut)
 
 
 # ---------------------------------------------------------------------------------------- scalars

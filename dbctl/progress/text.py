@@ -1,7 +1,7 @@
 """What is said of a run: the figures of one moment, of its end, and how they read.
 
 Rules of this file: pure; text and numbers only. Foreign text (paths, log tails, words of peers)
-goes through `escape` before it is shown, so that no control sequence reaches a terminal. What
+goes through `escape_line` before it is shown, so that no control sequence reaches a terminal. What
 was not measured is None, and so is what is not a number in JSON.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from dbctl.process import escape
+from dbctl.process import escape_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def describe_summary(summary: Summary) -> str:
     if s.test_accuracy is not None:
         parts.append(f"test accuracy {_percent(s.test_accuracy, 2)}")
     parts += [*s.notes, s.run_dir]
-    return escape(" · ".join(parts)).replace("\n", "\\n")
+    return escape_line(" · ".join(parts))
 
 
 def describe_duration(seconds: float) -> str:
