@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -18,21 +19,33 @@ import pytest
 GRACE_S = 3.0  # threads and children may be on their way out when a test returns
 
 
+def resource_tracker() -> tuple[int | None, int | None]:
+    """(pid, descriptor) of multiprocessing's own helper, which stays as long as this process."""
+    module = sys.modules.get("multiprocessing.resource_tracker")
+    tracker = getattr(module, "_resource_tracker", None)
+    return getattr(tracker, "_pid", None), getattr(tracker, "_fd", None)
+
+
 def children() -> set[str]:
     """This process's children, dead and unreaped ones too, as `pid name`."""
     found = set()
+    tracker_pid, _ = resource_tracker()
     for task in Path("/proc/self/task").iterdir():
         # A thread, or a child, may end between two lines of this.
         with contextlib.suppress(OSError):
             for pid in (task / "children").read_text().split():
-                found.add(f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}")
+                if pid != str(tracker_pid):
+                    found.add(f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}")
     return found
 
 
 def descriptors() -> Counter[str]:
     """What this process has open, without numbers that differ between two of a kind."""
     found: Counter[str] = Counter()
+    _, tracker_fd = resource_tracker()
     for fd in os.listdir("/proc/self/fd"):
+        if fd == str(tracker_fd):
+            continue
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:

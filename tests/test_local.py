@@ -54,6 +54,7 @@ def test_one_agent_comes_up_and_goes(launcher: LocalLauncher) -> None:
     assert stat.S_ISSOCK(path.stat().st_mode)
     assert os.getsid(agent.pid) == agent.pid, "a Ctrl-C of the terminal does not reach it"
     assert launcher.poll() is None
+    assert launcher.failure() is None
     begin = time.monotonic()
     launcher.stop(5.0)
     assert time.monotonic() - begin < 1.0

@@ -26,6 +26,7 @@ from typing import Protocol
 
 import dbctl
 from dbctl.envelope import PROTOCOL_VERSION
+from dbctl.errors import LaunchError
 from dbctl.plan import NodeSpec
 from dbctl.process import escape
 from dbctl.wire import Start
@@ -56,6 +57,9 @@ class Launcher(Protocol):
 
     def start(self) -> list[AgentHandle]:
         """`start_async`, then `wait_ready`."""
+
+    def failure(self) -> LaunchError | None:
+        """What to raise once an agent has ended that nobody asked to; None as long as all live."""
 
     def stop(self, timeout_s: float) -> None:
         """Ends every agent within about `timeout_s`; called twice, or before `start`, too."""

@@ -87,10 +87,10 @@ class LocalLauncher:
         """The agent's exit status (negative = signal) once it has ended, else None."""
         return None if self._process is None else self._process.poll()
 
-    def died(self) -> LaunchError:
-        """What to raise when `poll` says that the agent ended and nobody had asked it to."""
-        assert self._process is not None
-        return self._error(f"ended during the run ({_ending(self._process.returncode)})")
+    def failure(self) -> LaunchError | None:
+        """What to raise once the agent has ended and nobody had asked it to, else None."""
+        status = self.poll()
+        return None if status is None else self._error(f"ended early ({_ending(status)})")
 
     def stop(self, timeout_s: float) -> None:
         process = self._process

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from dbctl.region import Range
 from dbctl.wire import Message, Peer, Position, Predictions
 
-Array = NDArray[Any]
+if TYPE_CHECKING:  # what relays messages starts in half the time without numpy
+    from numpy.typing import NDArray
+
+Array: TypeAlias = "NDArray[Any]"
 
 NOW = 0.0
 NEVER = inf
@@ -39,6 +39,8 @@ class PlainBuffer:
     """A buffer in this process's own memory: tests, and what never leaves the process."""
 
     def __init__(self, n_elements: int, dtype: str) -> None:
+        import numpy as np
+
         self.array: Array = np.zeros(n_elements, dtype)
 
 

@@ -210,11 +210,9 @@ class Session:
             self._outcome = Outcome(status=self._signals.status, reason=reason)
 
     def _check_agent(self) -> None:
-        poll = getattr(self._launcher, "poll", None)
-        if poll is not None and poll() is not None:
-            error = self._launcher.died()  # type: ignore[attr-defined]
-            if self._outcome is None:
-                raise error
+        error = self._launcher.failure()
+        if error is not None and self._outcome is None:
+            raise error
 
     # -------------------------------------------------------------------------------- effects
 

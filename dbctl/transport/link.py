@@ -68,7 +68,7 @@ class Link:
     ) -> None:
         assert (keeper is None) == (keeper_endpoint is None), "a keeper is a name and an endpoint"
         self.me = Peer(node, incarnation)
-        self.bulk = bulk if has_memfd() else "inline"
+        self.bulk = "memory" if bulk == "memory" and has_memfd() else "inline"
         self.steps = 0
         self.closed_by_parent = False
         self.endpoint = ""

@@ -291,7 +291,7 @@ def test_nodes_do_not_outlive_a_killed_agent(cluster: Cluster, stopped: bool) ->
     os.kill(cluster.agent_pid, signal.SIGKILL)
     wait_gone(*pids, limit_s=3.0)
     wait_until(lambda: cluster.launcher.poll() is not None, 2.0)
-    assert "killed by SIGKILL" in str(cluster.launcher.died())
+    assert "killed by SIGKILL" in str(cluster.launcher.failure())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
