@@ -220,10 +220,8 @@ class Network:
     def _carry(self, node: _Node, to: str, message: Message, *, payload: Any) -> None:
         """One message or piece on its way: lost, once, or twice."""
         inline = payload[0] if isinstance(payload, tuple) else None
-        bare = without_payload(message)
-        frame = encode(
-            Envelope(PROTOCOL_VERSION, "run", *node.peer, to, bare, inline)  # type: ignore[arg-type]
-        )
+        bare: Any = without_payload(message)
+        frame = encode(Envelope(PROTOCOL_VERSION, "run", *node.peer, to, bare, inline))
         kind = "piece" if inline is not None else "message"
         if self._random.random() < self.faults.drop:
             self.happened[f"{kind} lost"] += 1
