@@ -9,9 +9,7 @@ Rules of this file: pure (roles/base.py). Theory of operation, with `step` from 
     if step mod n_push == 0: push accrued
     step       <- step + 1
 
-A worker is in one phase at a time; `_enter` is the table. Ours: alpha is the rule's rate at the
-version last fetched; with overlap the answer names the worker's last push that it holds, and the
-rest is subtracted while copying (docs/paper.md, A2).
+A worker is in one phase at a time; `_enter` is the table. The arithmetic is in roles/local.py.
 """
 
 from __future__ import annotations
@@ -21,26 +19,22 @@ from dataclasses import dataclass
 from enum import Enum
 from math import isfinite
 
-import numpy as np
-
-from dbctl.optim.gradients import accrue, accrue_and_step, clip, first_bad, is_finite, local_step
-from dbctl.region import Range
+from dbctl.optim.gradients import clip, first_bad, is_finite
 from dbctl.roles.base import (
     NEVER,
     NOW,
     Allocate,
+    Array,
     BatchResult,
-    Buffer,
     Done,
     Effects,
     Gradient,
     Send,
-    View,
 )
+from dbctl.roles.local import LocalCopy
 from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.totals import Totals
-from dbctl.roles.worker import Channel, Slots
-from dbctl.wire import BEGINNING, Finish, Grant, Halt, Message, Peer, Position, Push, ShardSpan
+from dbctl.wire import BEGINNING, Finish, Grant, Halt, Message, Peer, Position, ShardSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +73,17 @@ class Downpour:
     def __init__(self, start: DownpourStart, *, allocate: Allocate, resend_s: float = 0.25) -> None:
         self._start = start
         self._gradient = start.gradient
-        n_elements = start.gradient.tensors[-1][1].stop
-        self._channels = [
-            Channel(s.node, Range(s.start, s.stop), resend_s=resend_s) for s in start.shards
-        ]
-        self._by_shard = {channel.shard: channel for channel in self._channels}
-        self._slots = Slots(start.slots, n_elements, dtype=start.dtype, allocate=allocate)
-        self.parameters = np.zeros(n_elements, start.dtype)
-        # A gradient that must be looked at before it is added: clipping, or a later one of a push.
-        self._scratch = np.zeros(n_elements if start.n_push > 1 else 0, start.dtype)
-        self._slot: Buffer | None = None
-        self._n_accrued = 0
-        self._bases: list[int] = []
-        self._pushed = 0
+        self.local = LocalCopy(
+            start.shards,
+            n_elements=start.gradient.tensors[-1][1].stop,
+            dtype=start.dtype,
+            rate=start.rate,
+            slots=start.slots,
+            later=start.n_push > 1,
+            read_own=start.overlap,
+            allocate=allocate,
+            resend_s=resend_s,
+        )
         self.at = start.position
         self._phase = Phase.JOINING
         self._fresh = True  # the next step begins with a fetch, whatever its number
@@ -105,7 +97,6 @@ class Downpour:
         self._report_at = NEVER
         self._asked_at = -1
         self._fetched_step = -1  # the step that the last fetch was asked for
-        self._missing: set[str] = set()  # shards whose answer has not been copied yet
         self._started = False
         self._totals = Totals()
 
@@ -115,12 +106,11 @@ class Downpour:
     def due(self) -> float:
         if self._runnable() or self._holding():
             return NOW
-        timers = min(channel.due for channel in self._channels)
-        return min(timers, self._report_at)
+        return min(self.local.due, self._report_at)
 
     def start(self, now: float) -> Effects:
         self._report_at = now + _REPORT_S
-        return [effect for channel in self._channels for effect in channel.hello(now)]
+        return self.local.hello(now)
 
     def receive(self, now: float, sender: Peer, message: Message) -> Effects:
         match message:
@@ -131,9 +121,7 @@ class Downpour:
                 return []
             case Finish():
                 return [Done("finished")]
-        channel = self._by_shard.get(sender.node)
-        if channel is not None:
-            channel.receive(now, message)
+        self.local.receive(now, sender.node, message)
         return []
 
     def _on_grant(self, now: float, grant: Grant) -> Effects:
@@ -152,17 +140,17 @@ class Downpour:
     def _runnable(self) -> bool:
         match self._phase:
             case Phase.JOINING:
-                return all(channel.term for channel in self._channels)
+                return self.local.joined
             case Phase.IDLE:
                 return self._must_end() or self.at.step < self._grant.until
             case Phase.FETCHING:
-                return not self._missing
+                return self.local.complete
             case Phase.SLOT:
-                return self._slot is not None or self._slots.available(self._acked())
+                return self.local.has_slot
             case Phase.COMPUTE | Phase.COMPUTED:
                 return True
             case Phase.FLUSH:
-                return self._acked() >= self._pushed
+                return self.local.acked >= self.local.pushed
             case Phase.FINISHED:
                 return self._halt is not None
             case Phase.HALTED:
@@ -170,26 +158,18 @@ class Downpour:
 
     def _holding(self) -> bool:
         """An answer can be copied. Not while its parameters are in use by the step in hand."""
-        if self._phase in (Phase.COMPUTE, Phase.COMPUTED):
-            return False
-        return any(channel.answer is not None for channel in self._channels)
+        return self._phase not in (Phase.COMPUTE, Phase.COMPUTED) and self.local.holding
 
     def _must_end(self) -> bool:
         if self._halt is not None:
             return True
         return self._grant.last and self.at.step >= self._grant.until
 
-    def _acked(self) -> int:
-        return min(channel.acked for channel in self._channels)
-
     def step(self, now: float) -> Effects:
         """Goes on until a phase waits, something is to be sent, or a batch is computed."""
-        effects: Effects = []
-        for channel in self._channels:
-            if now >= channel.due:
-                effects += channel.resend(now)
+        effects = self.local.resend(now)
         if self._holding():
-            effects += self._copy_answers(now)
+            effects += self.local.copy_answers(now)
         while not effects and self._runnable():
             if self._phase is Phase.COMPUTE:
                 self._compute()
@@ -216,7 +196,6 @@ class Downpour:
                 self._totals.push_wait_s += now - self._since
                 if self._halt is not None:
                     return self._flush(now)
-                self._slot = self._slot or self._slots.take()
                 effects = self._ask_ahead(now)
                 self._phase, self._since = Phase.COMPUTE, now
                 return effects
@@ -239,91 +218,39 @@ class Downpour:
         self._fresh = False
         if not fetch or self._fetched_step == self.at.step:
             return []
-        return self._ask(now, self.at.step, after=self._pushed)
-
-    def _ask(self, now: float, step: int, *, after: int) -> Effects:
-        self._fetched_step = step
-        self._missing = set(self._by_shard)
-        return [e for channel in self._channels for e in channel.ask(now, after=after)]
+        self._fetched_step = self.at.step
+        return self.local.ask(now, after=self.local.pushed)
 
     def _ask_ahead(self, now: float) -> Effects:
         """With overlap, the fetch of the next step: it must hold the last push but one."""
-        ahead = self._start.overlap and (self.at.step + 1) % self._start.n_fetch == 0
-        return self._ask(now, self.at.step + 1, after=self._pushed - 1) if ahead else []
-
-    def _copy_answers(self, now: float) -> Effects:
-        """Copies what has come and gives it back at once, whatever else is waited for.
-
-        Whoever holds one shard's buffer while waiting for another's answer, an acknowledgement or a
-        grant can stop all others for ever.
-        """
-        effects: Effects = []
-        for channel in self._channels:
-            answer = channel.answer
-            if answer is None:
-                continue
-            self._missing.discard(channel.shard)
-            local = self.parameters[channel.span.slice()]
-            np.copyto(local, answer.payload)
-            self._totals.bytes_fetched += local.nbytes
-            effects += channel.give_back(now)
-            if self._start.overlap:
-                self._subtract_later(channel, answer.holds)
-        return effects
-
-    def _subtract_later(self, channel: Channel, holds: int) -> None:
-        """Reads our own writes: pushes that the answer does not hold, and what is accrued."""
-        alpha = self._start.rate(channel.version)
-        later = self._slots.later_than(holds)
-        if self._n_accrued and self._slot is not None:
-            later.append(self._slot)
-        at = channel.span.slice()
-        for buffer in later:
-            local_step(self.parameters[at], buffer.array[at], alpha)
+        if not self._start.overlap or (self.at.step + 1) % self._start.n_fetch:
+            return []
+        self._fetched_step = self.at.step + 1
+        return self.local.ask(now, after=self.local.pushed - 1)
 
     def _compute(self) -> None:
-        assert self._slot is not None
-        out = self._slot.array if self._n_accrued == 0 else self._scratch
-        work = self._gradient.compute(self.at, self.parameters, out)
+        out = self.local.begin()
+        work = self._gradient.compute(self.at, self.local.parameters, out)
         try:
             next(work)
             raise AssertionError("a whole replica exchanges nothing")
         except StopIteration as end:
             self._result = end.value
         self._phase = Phase.COMPUTED
-        if self._n_accrued == 0 and self._result.rows:
-            self._bases = [channel.version for channel in self._channels]
         if not (isfinite(self._result.loss_sum) and is_finite(out)):
             self._refuse(out)
             return
         if self._start.clip is not None:
             clip(out, [span for _, span in self._gradient.tensors], self._start.clip)
-        self._accrue(out)
+        # A fetch before the next step replaces the copy: moving it would be for nothing.
+        self.local.add(out, step=(self.at.step + 1) % self._start.n_fetch != 0)
         self._totals.accepted(self._result)
 
-    def _refuse(self, out: np.ndarray) -> None:
+    def _refuse(self, out: Array) -> None:
         """A non-finite gradient goes nowhere (reliability.md, G14); the next step fetches anew."""
         where = first_bad(out, self._gradient.tensors) or "the loss"
         self._totals.refused_one(f"step {self.at.step}, {where}")
         self._fresh = True
-
-    def _accrue(self, out: np.ndarray) -> None:
-        first = self._n_accrued == 0
-        self._n_accrued += 1
-        stepping = (self.at.step + 1) % self._start.n_fetch != 0 and not self._fresh
-        if not stepping:
-            if not first:
-                assert self._slot is not None
-                accrue(self._slot.array, out)
-            return
-        for channel in self._channels:
-            at = channel.span.slice()
-            alpha = self._start.rate(channel.version)
-            if first:
-                local_step(self.parameters[at], out[at], alpha)
-            else:
-                assert self._slot is not None
-                accrue_and_step(self._slot.array[at], out[at], self.parameters[at], rate=alpha)
 
     def _end_step(self, now: float) -> Effects:
         self._totals.compute_s += now - self._since
@@ -351,34 +278,11 @@ class Downpour:
         return True
 
     def _push(self, now: float) -> Effects:
-        if self._n_accrued == 0:
-            return []  # every gradient was refused: no push, no seq; the next carries the position
-        assert self._slot is not None
-        self._pushed += 1
-        self._slots.pushed(self._slot, self._pushed)
         mark = 0
-        if self._mark is not None and self.at.step >= self._mark[1]:
+        if self._mark is not None and self.at.step >= self._mark[1] and self.local.n_accrued:
             mark = self._marked = self._mark[0]
             self._mark = None
-        effects: Effects = []
-        for channel, base in zip(self._channels, self._bases, strict=True):
-            span = channel.span
-            push = Push(
-                channel.term,
-                self._pushed,
-                span.start,
-                base,
-                self._n_accrued,
-                self.at,
-                mark,
-                channel.returned,
-                View(self._slot, span.start, span.stop),
-            )
-            effects += channel.push(now, push)
-            self._totals.bytes_pushed += len(span) * self.parameters.itemsize
-        self._slot = None
-        self._n_accrued = 0
-        return effects
+        return self.local.push(now, self.at, mark=mark)
 
     def _flush(self, now: float) -> Effects:
         """The end: at its stop a run pushes what is unpushed; stopped by a signal it does not."""
@@ -396,7 +300,6 @@ class Downpour:
             _AT_REST.get(self._phase, state),
             self.at,
             until=self._grant.until,
-            pushed=self._pushed,
-            acked=self._acked(),
+            local=self.local,
         )
         return [Send(CONTROLLER, report)]

@@ -6,6 +6,7 @@ Rules of this file: pure. Losses are kept by epoch, everything else from the beg
 from __future__ import annotations
 
 from dbctl.roles.base import BatchResult
+from dbctl.roles.local import LocalCopy
 from dbctl.wire import Loss, Position, Report
 
 
@@ -19,8 +20,6 @@ class Totals:
         self.compute_s = 0.0
         self.fetch_wait_s = 0.0
         self.push_wait_s = 0.0
-        self.bytes_pushed = 0
-        self.bytes_fetched = 0
         self.refused = 0
         self.refused_in_a_row = 0
         self.refused_where = ""
@@ -43,15 +42,13 @@ class Totals:
         self.last_epoch = Loss(self.loss_sum, self.rows)
         self.loss_sum, self.rows = 0.0, 0
 
-    def report(
-        self, state: str, position: Position, *, until: int, pushed: int, acked: int
-    ) -> Report:
+    def report(self, state: str, position: Position, *, until: int, local: LocalCopy) -> Report:
         return Report(
             state=state,
             position=position,
             until=until,
-            pushed=pushed,
-            acked=acked,
+            pushed=local.pushed,
+            acked=local.acked,
             examples=self.examples,
             gradients=self.gradients,
             epoch_loss=Loss(self.loss_sum, self.rows),
@@ -59,8 +56,8 @@ class Totals:
             compute_s=self.compute_s,
             fetch_wait_s=self.fetch_wait_s,
             push_wait_s=self.push_wait_s,
-            bytes_pushed=self.bytes_pushed,
-            bytes_fetched=self.bytes_fetched,
+            bytes_pushed=local.bytes_pushed,
+            bytes_fetched=local.bytes_fetched,
             refused=self.refused,
             refused_in_a_row=self.refused_in_a_row,
             refused_where=self.refused_where,

@@ -1,0 +1,189 @@
+"""A worker's local copy of the parameters, and the gradient that it accrues for the shards.
+
+Rules of this file: pure (roles/base.py). Theory of operation (paper A, appendix 7.1): an answer of
+a shard replaces its part of the copy; between fetches each gradient g moves it by -alpha g; the sum
+of the gradients since the last push lies in a push slot, from which it is sent to all shards at
+once. Ours: alpha is the rule's rate at the version last fetched. With `read_own` the copy is made
+to hold this worker's own later pushes and what is accrued: parameters = answer - alpha (those),
+since a fetch that was asked for early would lose the worker's own last steps (docs/paper.md, A2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dbctl.optim.gradients import accrue, accrue_and_step, local_step
+from dbctl.region import Range
+from dbctl.roles.base import Allocate, Array, Buffer, Effects, View
+from dbctl.roles.worker import Channel, Slots
+from dbctl.wire import Message, Position, Push, ShardSpan
+
+
+class LocalCopy:
+    """`rate(n)`: the rule's rate at a shard's n-th update. `later`: a push may sum gradients."""
+
+    def __init__(
+        self,
+        shards: Sequence[ShardSpan],
+        *,
+        n_elements: int,
+        dtype: str,
+        rate: Callable[[int], float],
+        slots: int,
+        later: bool,
+        read_own: bool,
+        allocate: Allocate,
+        resend_s: float,
+    ) -> None:
+        self._channels = [
+            Channel(s.node, Range(s.start, s.stop), resend_s=resend_s) for s in shards
+        ]
+        self._by_shard = {channel.shard: channel for channel in self._channels}
+        self._slots = Slots(slots, n_elements, dtype=dtype, allocate=allocate)
+        self._rate = rate
+        self._read_own = read_own
+        self.parameters: Array = np.zeros(n_elements, dtype)
+        # Where a gradient is computed that is looked at before it is added to earlier ones.
+        self._scratch: Array = np.zeros(n_elements if later else 0, dtype)
+        self._slot: Buffer | None = None
+        self._bases: list[int] = []
+        self._missing: set[str] = set()
+        self.n_accrued = 0
+        self.pushed = 0
+        self.bytes_pushed = 0
+        self.bytes_fetched = 0
+
+    # ------------------------------------------------------------------------------- channels
+
+    @property
+    def due(self) -> float:
+        return min(channel.due for channel in self._channels)
+
+    @property
+    def joined(self) -> bool:
+        """Every shard has welcomed this worker."""
+        return all(channel.term for channel in self._channels)
+
+    @property
+    def acked(self) -> int:
+        """The last push that every shard has acknowledged."""
+        return min(channel.acked for channel in self._channels)
+
+    def hello(self, now: float) -> Effects:
+        return [effect for channel in self._channels for effect in channel.hello(now)]
+
+    def receive(self, now: float, shard: str, message: Message) -> None:
+        channel = self._by_shard.get(shard)
+        if channel is not None:
+            channel.receive(now, message)
+
+    def resend(self, now: float) -> Effects:
+        return [e for c in self._channels if now >= c.due for e in c.resend(now)]
+
+    # -------------------------------------------------------------------------------- fetching
+
+    def ask(self, now: float, *, after: int) -> Effects:
+        """A fetch of everything, once push `after` of this worker is in it."""
+        self._missing = set(self._by_shard)
+        return [e for channel in self._channels for e in channel.ask(now, after=after)]
+
+    @property
+    def complete(self) -> bool:
+        """Every answer of the last fetch has been copied."""
+        return not self._missing
+
+    @property
+    def holding(self) -> bool:
+        """A hand-out lies here that can be copied."""
+        return any(channel.answer is not None for channel in self._channels)
+
+    def copy_answers(self, now: float) -> Effects:
+        """Copies what has come and gives it back at once, whatever else is waited for.
+
+        Whoever holds one shard's buffer while waiting for another's answer, an acknowledgement or a
+        grant can stop all others for ever.
+        """
+        effects: Effects = []
+        for channel in self._channels:
+            answer = channel.answer
+            if answer is None:
+                continue
+            self._missing.discard(channel.shard)
+            part = self.parameters[channel.span.slice()]
+            np.copyto(part, answer.payload)
+            self.bytes_fetched += part.nbytes
+            effects += channel.give_back(now)
+            if self._read_own:
+                self._subtract_later(channel, answer.holds)
+        return effects
+
+    def _subtract_later(self, channel: Channel, holds: int) -> None:
+        later = self._slots.later_than(holds)
+        if self.n_accrued and self._slot is not None:
+            later.append(self._slot)
+        at, alpha = channel.span.slice(), self._rate(channel.version)
+        for buffer in later:
+            local_step(self.parameters[at], buffer.array[at], alpha)
+
+    # -------------------------------------------------------------------------------- accruing
+
+    @property
+    def has_slot(self) -> bool:
+        """There is a slot to accrue in, or one that every shard has acknowledged."""
+        return self._slot is not None or self._slots.available(self.acked)
+
+    def begin(self) -> Array:
+        """Where the next gradient is to be computed: the push slot itself if it is the first."""
+        if self._slot is None:
+            self._slot = self._slots.take()
+        return self._slot.array if self.n_accrued == 0 else self._scratch
+
+    def add(self, gradient: Array, *, step: bool) -> None:
+        """Accrues what was computed where `begin` said; with `step` the copy moves as well."""
+        assert self._slot is not None
+        first = self.n_accrued == 0
+        self.n_accrued += 1
+        if first:
+            self._bases = [channel.version for channel in self._channels]
+        if not step:
+            if not first:
+                accrue(self._slot.array, gradient)
+            return
+        for channel in self._channels:
+            at, alpha = channel.span.slice(), self._rate(channel.version)
+            if first:
+                local_step(self.parameters[at], gradient[at], alpha)
+            else:
+                accrue_and_step(self._slot.array[at], gradient[at], self.parameters[at], rate=alpha)
+
+    def push(self, now: float, position: Position, *, mark: int) -> Effects:
+        """Sends what is accrued to every shard; nothing if every gradient was refused.
+
+        A push that is not made uses no seq: the next one carries the position.
+        """
+        if self.n_accrued == 0:
+            return []
+        assert self._slot is not None
+        self.pushed += 1
+        self._slots.pushed(self._slot, self.pushed)
+        effects: Effects = []
+        for channel, base in zip(self._channels, self._bases, strict=True):
+            span = channel.span
+            push = Push(
+                channel.term,
+                self.pushed,
+                span.start,
+                base,
+                self.n_accrued,
+                position,
+                mark,
+                channel.returned,
+                View(self._slot, span.start, span.stop),
+            )
+            effects += channel.push(now, push)
+            self.bytes_pushed += len(span) * self.parameters.itemsize
+        self._slot = None
+        self.n_accrued = 0
+        return effects
