@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from dbctl.checkpoint.layout import Facts, ReplicaRow
+from dbctl.data.sources import digest
 from dbctl.errors import DbctlError
 from dbctl.experiment.read import load
 from dbctl.experiment.resolve import to_yaml
@@ -74,14 +76,20 @@ def train(
             directory.write_resolved(to_yaml(experiment))
             keep_statistics(experiment, train_data, directory)
             origin = Origin(positions=beginnings(experiment.replicas))
-            life = Life(plan, directory, display, origin=origin)
+            data = digest(experiment.data.train)
+            life = Life(plan, directory, display, origin=origin, data=data)
             return life.run(signals, lease_s=lease_s, factories=factories)
 
 
 class Life:
-    """One life of a run in its directory: `train` begins the first, each `resume` another."""
+    """One life of a run in its directory: `train` begins the first, each `resume` another.
 
-    def __init__(self, plan: Plan, run_dir: RunDir, display: Display, *, origin: Origin) -> None:
+    `data` is the digest of the training data: every checkpoint keeps it.
+    """
+
+    def __init__(
+        self, plan: Plan, run_dir: RunDir, display: Display, *, origin: Origin, data: str
+    ) -> None:
         self.plan = plan
         self.run_dir = run_dir
         self.display = display
@@ -89,6 +97,7 @@ class Life:
         self.run_id = new_run_id()
         self.coordinator = Coordinator(coordinator_start(plan, origin))
         self._digest = network_digest(plan.experiment)
+        self._data = data
 
     @property
     def experiment(self) -> Experiment:
@@ -117,7 +126,7 @@ class Life:
             records=records,
             signals=signals,
             lease_s=lease_s,
-            save=self._save,
+            save=self.save,
             log_path=lambda node: str(self.run_dir.log_path(node)),
         )
         records.append("start", run=self.run_id, restore=self.origin.restore or None)
@@ -148,7 +157,8 @@ class Life:
             wake=wake,
         )
 
-    def _save(self, saver: Saver, save: Save) -> None:
+    def save(self, saver: Saver, save: Save) -> None:
+        """Hands a complete cut to the writer, with all that its manifest says."""
         cut: CompleteCut = save.cut
         now, figures = time.monotonic(), self.coordinator.figures
         saver.save(
@@ -167,6 +177,8 @@ class Life:
                 extra={
                     "dropped_pushes": cut.dropped,
                     "finished": cut.final and self.coordinator.status == "done",
+                    "stop": asdict(self.experiment.stop),
+                    "data": self._data,
                     "test_accuracy": figures.test_accuracy,
                 },
             ),

@@ -1,0 +1,25 @@
+"""`dbctl resume RUN_DIR`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path())
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines on stdout.")
+@click.option("--quiet", is_flag=True, help="Only warnings and the last line.")
+def resume(run_dir: str, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> int:
+    """Go on from a run's newest good checkpoint.
+
+    Only stop, replicas, min_replicas, shards, partition, evaluate, checkpoint and cluster can be
+    set anew.
+    """
+    from dbctl.progress.display import make_display
+    from dbctl.run import resume as run
+
+    display = make_display(json=as_json, stderr_is_tty=sys.stderr.isatty(), quiet=quiet)
+    return run.resume(run_dir, overrides, display=display)

@@ -1,0 +1,270 @@
+"""`dbctl resume`: a run goes on from its newest good checkpoint (docs/reliability.md, G9 and G18).
+
+Rules of this file: everything that can be wrong is found before a file is written or a process is
+started; a run never starts over silently. Theory of operation: the manifest has one row a replica
+and one update count, and everything random is a function, so the same count of replicas goes on
+where each stood. With another count the rows belong to others: the begun epoch is cut short, and
+all begin the next one. Shards are cuts of one vector: any count of them reads the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dbctl.checkpoint.layout import Manifest, ReplicaRow
+from dbctl.checkpoint.reader import Checkpoint, newest_good
+from dbctl.data.order import steps_per_epoch
+from dbctl.data.sources import digest
+from dbctl.errors import CheckpointError, RunError, UsageError
+from dbctl.experiment.read import load
+from dbctl.experiment.resolve import to_yaml
+from dbctl.experiment.specs import Experiment, StopSpec
+from dbctl.model.network import tensors
+from dbctl.plan import Plan
+from dbctl.progress.display import Display
+from dbctl.progress.text import Summary
+from dbctl.run.setting import (
+    LEASE_S,
+    STATISTICS,
+    Origin,
+    keep_statistics,
+    network_digest,
+    open_data,
+    plan_of,
+    state_vectors,
+)
+from dbctl.run.signals import Signals
+from dbctl.run.train import Life
+from dbctl.rundir import RunDir, open_
+from dbctl.wire import Position
+
+CHANGEABLE = (
+    "stop",
+    "replicas",
+    "min_replicas",
+    "shards",
+    "partition",
+    "evaluate",
+    "checkpoint",
+    "cluster",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """What a run goes on with. `rows_left_out`: of the epoch that another count cuts short.
+
+    `finished`: the checkpoint is the last one of a run that reached its stop, and no later one is
+    given. `data` is the digest of the training rows.
+    """
+
+    plan: Plan
+    origin: Origin
+    checkpoint: Checkpoint
+    warnings: list[str]
+    rows_left_out: int
+    finished: bool
+    data: str
+
+
+def resume(
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    display: Display,
+    lease_s: float = LEASE_S,
+    factories: Mapping[str, str] | None = None,
+) -> int:
+    """Another life of the run in directory `path`; its exit status.
+
+    UsageError: no run directory, one whose run is going on, or a key that may not change.
+    CheckpointError: nothing was saved, nothing good was, or it is of another network or data.
+    """
+    with Signals() as signals, open_(Path(path)) as run_dir:
+        run_dir.lock()
+        found = prepare(run_dir, overrides)
+        for warning in found.warnings:
+            display.warn(warning)
+        if found.finished:
+            display.finished(_already_finished(run_dir, found.checkpoint.manifest))
+            display.close()
+            return 0
+        run_dir.write_resolved(to_yaml(found.plan.experiment))
+        _tell(display, found)
+        life = Life(found.plan, run_dir, display, origin=found.origin, data=found.data)
+        return life.run(signals, lease_s=lease_s, factories=factories)
+
+
+def prepare(run_dir: RunDir, overrides: Sequence[str] = ()) -> Resumption:
+    """What `resume` would go on with; nothing is started, only missing statistics are written."""
+    check_overrides(overrides)
+    checkpoint, warnings = newest_good(run_dir.checkpoints)
+    experiment = load(str(run_dir.resolved), overrides)
+    check_network(checkpoint, experiment)
+    _check_rule(checkpoint, experiment)
+    train, test = open_data(experiment)
+    data = digest(experiment.data.train)
+    _check_data(checkpoint, data)
+    if experiment.data.train.standardize and not (run_dir.path / STATISTICS).exists():
+        keep_statistics(experiment, train, run_dir)
+    plan = plan_of(experiment, train, test)
+    manifest = checkpoint.manifest
+    positions, left_out = beginnings(manifest, plan)
+    origin = Origin(
+        restore=str(checkpoint.path.absolute()),
+        positions=positions,
+        examples=manifest.examples,
+        seconds=manifest.seconds,
+    )
+    return Resumption(
+        plan=plan,
+        origin=origin,
+        checkpoint=checkpoint,
+        warnings=warnings,
+        rows_left_out=left_out,
+        finished=_is_finished(manifest, experiment.stop),
+        data=data,
+    )
+
+
+# ---------------------------------------------------------------------------------- what must fit
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """UsageError for a key that makes another run of it; what else is wrong the reader says."""
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if equals and key.split(".")[0].strip() not in CHANGEABLE:
+            raise UsageError(
+                f"--set {override}: resume can change only {', '.join(CHANGEABLE)}; "
+                "for anything else train a new run"
+            )
+
+
+def check_network(checkpoint: Checkpoint, experiment: Experiment) -> None:
+    """CheckpointError unless the checkpoint is of this network: layers, shapes and functions."""
+    checkpoint.check(tensors(experiment.network))
+    if checkpoint.manifest.network != network_digest(experiment):
+        raise CheckpointError(
+            str(checkpoint.path),
+            "is of another network: the shapes agree, but an activation, the loss, an init or the "
+            "form of the input was changed; give the network that it was trained with",
+        )
+
+
+def _check_rule(checkpoint: Checkpoint, experiment: Experiment) -> None:
+    wanted, saved = state_vectors(experiment), list(checkpoint.manifest.vectors)
+    if saved != wanted:
+        raise CheckpointError(
+            str(checkpoint.path),
+            f"holds the state of another rule ({', '.join(saved)}), expected that of "
+            f"{experiment.optimizer.rule.type} ({', '.join(wanted)}); give the rule it was "
+            "trained with",
+        )
+
+
+def _check_data(checkpoint: Checkpoint, data: str) -> None:
+    saved = checkpoint.manifest.extra.get("data")
+    if saved not in (None, data):
+        raise CheckpointError(
+            str(checkpoint.path),
+            "was trained on other data than data.train names now (their digests differ): put the "
+            "same data back, or train a new run",
+        )
+
+
+# ------------------------------------------------------------------------------------- positions
+
+
+def beginnings(manifest: Manifest, plan: Plan) -> tuple[dict[int, Position], int]:
+    """Where each replica begins, and how many rows of a begun epoch are left out for it.
+
+    The sum of the steps stays that of the manifest, so that numbers, warmstart and `stop: steps`
+    go on. With another count of replicas the greatest epoch begun is cut short for all.
+    """
+    experiment, rows = plan.experiment, manifest.rows
+    batch_size = experiment.optimizer.batch_size
+    replicas = experiment.replicas
+    if replicas == len(rows):
+        for row in rows:
+            _check_row(row, steps_per_epoch(plan.rows[row.replica], batch_size))
+        return {row.replica: row.position for row in rows}, 0
+    epoch = 1 + max(row.epoch if row.index else row.epoch - 1 for row in rows)
+    each, more = divmod(manifest.step, replicas)
+    positions = {r: Position(each + (r < more), epoch, 0) for r in range(replicas)}
+    n_rows = sum(plan.rows)
+    left_out = 0
+    for row in rows:
+        own = len(range(row.replica, n_rows, len(rows)))
+        left_out += own * (epoch - row.epoch) - min(own, row.index * batch_size)
+    return positions, left_out
+
+
+def _check_row(row: ReplicaRow, per_epoch: int) -> None:
+    if row.index and row.index >= per_epoch:
+        raise RunError(
+            f"replica {row.replica} stood at mini-batch {row.index} of its epoch, but its rows "
+            f"make {per_epoch}: optimizer.batch_size or the data are not those of the checkpoint"
+        )
+
+
+# ------------------------------------------------------------------------------------ a later stop
+
+
+def _is_finished(manifest: Manifest, stop: StopSpec) -> bool:
+    """Whether the run had reached its stop, and `stop` asks for no more."""
+    if not manifest.extra.get("finished"):
+        return False
+    return manifest.extra.get("stop") == asdict(stop) or _reached(manifest, stop)
+
+
+def _reached(manifest: Manifest, stop: StopSpec) -> bool:
+    accuracy = manifest.extra.get("test_accuracy")
+    epochs = min((row.epoch for row in manifest.rows if row.step), default=0)
+    return (
+        (stop.steps is not None and manifest.step >= stop.steps)
+        or (stop.epochs is not None and epochs >= stop.epochs)
+        or (stop.seconds is not None and manifest.seconds >= stop.seconds)
+        or (stop.test_accuracy is not None and (accuracy or 0.0) >= stop.test_accuracy)
+    )
+
+
+def _already_finished(run_dir: RunDir, manifest: Manifest) -> Summary:
+    """The last line again; what only the last life knew comes from its status, if it is of it."""
+    status = run_dir.read_status()
+    known = status if status.get("steps") == manifest.step else {}
+    return Summary(
+        run_dir=str(run_dir.path),
+        status="done",
+        steps=manifest.step,
+        epochs=manifest.epochs,
+        examples=manifest.examples,
+        seconds=manifest.seconds,
+        examples_per_second=known.get("examples_per_second"),
+        train_loss=known.get("train_loss"),
+        test_loss=known.get("test_loss"),
+        test_accuracy=known.get("test_accuracy"),
+        notes=("had finished already: it goes on with a later stop, as --set stop.steps=N",),
+    )
+
+
+def _tell(display: Display, found: Resumption) -> None:
+    manifest, path = found.checkpoint.manifest, found.checkpoint.path
+    dropped = manifest.extra.get("dropped_pushes", 0)
+    parts = [f"going on from step {manifest.step:,} ({path.name})"]
+    if dropped:
+        parts.append(f"{dropped} pushes that not every shard had applied are dropped")
+    if found.rows_left_out:
+        parts.append(
+            f"{len(manifest.rows)} replicas become {found.plan.experiment.replicas}: the begun "
+            f"epoch is cut short by {found.rows_left_out:,} rows"
+        )
+    fields = {
+        "step": manifest.step,
+        "path": str(path),
+        "dropped_pushes": dropped,
+        "rows_left_out": found.rows_left_out,
+    }
+    display.event("resume", "; ".join(parts), fields)

@@ -1,0 +1,430 @@
+"""`dbctl resume` without processes: the same run for any counts (docs/reliability.md, G18)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dbctl.checkpoint.layout import Manifest, ReplicaRow
+from dbctl.checkpoint.reader import Checkpoint, list_checkpoints, newest_good
+from dbctl.cli.main import main
+from dbctl.errors import CheckpointError, ExperimentError
+from dbctl.experiment.read import parse
+from dbctl.experiment.resolve import to_json
+from dbctl.experiment.specs import Experiment
+from dbctl.launch.inproc import Faults
+from dbctl.plan import make_plan
+from dbctl.region import Range
+from dbctl.roles.shard import Shard
+from dbctl.run.resume import CHANGEABLE, beginnings, prepare
+from dbctl.rundir import RunDir
+from dbctl.wire import Position
+from tests.inproc_run import begin, go_on
+
+TEXT = """\
+version: 1
+name: resumed
+seed: 3
+data:
+  train: {source: digits, split: train, scale: 0.0625, rows: 200}
+network:
+  input: [64]
+  layers:
+    - {type: dense, units: 9, activation: sigmoid}
+    - {type: dense, units: 10}
+  loss: softmax
+optimizer: {type: downpour, batch_size: 16, rule: {type: sgd, rate: 0.1}, overlap: false}
+stop: {steps: 20}
+checkpoint: {every: off}
+"""
+
+RULES = {
+    "sgd": "{type: sgd, rate: 0.1}",
+    "sgd with a schedule": "{type: sgd, rate: {type: step, initial: 0.2, every: 4, factor: 0.7}}",
+    "momentum": "{type: momentum, rate: 0.05, momentum: 0.9, warm_up: 15}",
+    "adagrad": "{type: adagrad, rate: 0.05}",
+    "adam": "{type: adam, rate: 0.01}",
+}
+
+
+def newest(run_dir: RunDir) -> Checkpoint:
+    checkpoint, warnings = newest_good(run_dir.checkpoints)
+    assert not warnings
+    return checkpoint
+
+
+def contents(checkpoint: Checkpoint) -> dict[str, bytes]:
+    whole = Range(0, checkpoint.n_elements)
+    return {v: checkpoint.read(v, whole).tobytes() for v in checkpoint.manifest.vectors}
+
+
+def where(manifest: Manifest) -> tuple[Any, ...]:
+    """What goes on over a resume, and must be as if there had been none."""
+    return manifest.step, manifest.updates, manifest.rows, manifest.examples
+
+
+def straight(directory: Path, *overrides: str) -> Checkpoint:
+    run_dir, run = begin(TEXT, directory, overrides=overrides)
+    assert run.run().status == "done"
+    return newest(run_dir)
+
+
+def at_start(run: Any) -> bytes:
+    """The parameters that the shards of a life begin with."""
+    shards = [run.net.role(span.node) for span in run.life.plan.shards]
+    assert all(isinstance(shard, Shard) for shard in shards)
+    return b"".join(shard.values.tobytes() for shard in shards)
+
+
+# ------------------------------------------------------------------------------ rung 9: bit for bit
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_stopped_and_resumed_is_never_having_stopped(
+    rule: str, shards: int, tmp_path: Path
+) -> None:
+    """cases: 20 steps against 10 + resume 10, each rule, one replica (mxnet#15923)."""
+    overrides = [f"optimizer.rule={RULES[rule]}"]
+    expected = straight(tmp_path / "whole", *overrides)
+    run_dir, first = begin(TEXT, tmp_path / "cut", overrides=[*overrides, "stop.steps=10"])
+    assert first.run().status == "done"
+    assert newest(run_dir).manifest.step == 10
+    second = go_on(run_dir, ["stop.steps=20", f"shards={shards}"])
+    assert second.run().status == "done"
+    found = newest(run_dir)
+    assert where(found.manifest) == where(expected.manifest)
+    assert found.manifest.vectors == expected.manifest.vectors
+    assert contents(found) == contents(expected)
+
+
+@pytest.mark.parametrize("at", [1, 7, 13, 14, 19])
+def test_interrupted_anywhere_and_resumed_is_never_having_stopped(at: int, tmp_path: Path) -> None:
+    """Ctrl-C at a step within an epoch and at its end (13 mini-batches), then resume."""
+    expected = straight(tmp_path / "whole", "optimizer.rule={type: adam, rate: 0.01}")
+    run_dir, first = begin(
+        TEXT, tmp_path / "cut", overrides=["optimizer.rule={type: adam, rate: 0.01}"]
+    )
+    assert first.run(interrupt_at=at).status == "interrupted"
+    stood = newest(run_dir).manifest
+    assert at <= stood.step <= 20
+    assert not stood.extra["finished"]
+    assert go_on(run_dir).run().status == "done"
+    assert where(newest(run_dir).manifest) == where(expected.manifest)
+    assert contents(newest(run_dir)) == contents(expected)
+
+
+def test_resumed_from_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
+    """As after kill -9: steps done after the newest checkpoint are done again."""
+    expected = straight(tmp_path / "whole", "stop.steps=60")
+    overrides = ["checkpoint.every=9 steps", "stop.steps=60"]
+    run_dir, first = begin(TEXT, tmp_path / "cut", overrides=overrides)
+    first.run()
+    *newer, oldest = list_checkpoints(run_dir.checkpoints)
+    assert newer
+    for path in newer:
+        shutil.rmtree(path)
+    assert 0 < newest(run_dir).manifest.step < 60
+    second = go_on(run_dir)
+    second.run()
+    assert second.saved[-1] == 60
+    assert oldest.exists()
+    assert contents(newest(run_dir)) == contents(expected)
+
+
+def test_twice_resumed_over_a_bad_network(tmp_path: Path) -> None:
+    expected = straight(tmp_path / "whole", "optimizer.rule={type: momentum, rate: 0.05}")
+    rule = "optimizer.rule={type: momentum, rate: 0.05}"
+    faults = Faults(drop=0.1, duplicate=0.2, delay_s=0.02, in_pieces=0.5, piece_bytes=999)
+    run_dir, run = begin(TEXT, tmp_path / "cut", overrides=[rule, "stop.steps=5"], faults=faults)
+    run.run()
+    for steps, shards in ((11, 2), (20, 5)):
+        run = go_on(run_dir, [f"stop.steps={steps}", f"shards={shards}"], faults=faults, seed=steps)
+        assert run.run().status == "done"
+        assert run.net.happened["message lost"]
+    assert contents(newest(run_dir)) == contents(expected)
+
+
+# ------------------------------------------------------------------------- other counts (DeepSpeed)
+
+
+@pytest.mark.parametrize("shards", [1, 3, 5])
+@pytest.mark.parametrize("replicas", [1, 3, 8])
+def test_two_shards_and_three_replicas_become_others(
+    shards: int, replicas: int, tmp_path: Path
+) -> None:
+    """cases: saved with 2 shards and 3 replicas, resumed with 1, 3, 5 and 1, 8."""
+    counts = ["shards=2", "replicas=3", "stop.steps=20", "optimizer.overlap=true"]
+    run_dir, first = begin(TEXT, tmp_path / "r", overrides=counts)
+    first.run()
+    saved = newest(run_dir)
+    parameters = contents(saved)["parameters"]
+    second = go_on(run_dir, [f"shards={shards}", f"replicas={replicas}", "stop.steps=50"])
+    assert at_start(second) == parameters
+    assert second.coordinator.figures.steps == 20
+    assert second.run().status == "done"
+    manifest = newest(run_dir).manifest
+    assert manifest.step == 50
+    assert len(manifest.rows) == replicas
+    assert sum(row.step for row in manifest.rows) == 50
+
+
+def rows(*places: tuple[int, int, int]) -> tuple[ReplicaRow, ...]:
+    return tuple(ReplicaRow(replica, *place) for replica, place in enumerate(places))
+
+
+def manifest_with(*places: tuple[int, int, int]) -> Manifest:
+    found = rows(*places)
+    return Manifest(
+        run="r", network="n", updates=0, rows=found, replicas=len(found), partitions=1, shards=1,
+        seconds=0.0, epochs=0.0, examples=0, format=1, dbctl="x", step=sum(p[0] for p in places),
+        dtype="float32", cut_bytes=1, vectors=("parameters",), tensors=(), files=(),
+    )  # fmt: skip
+
+
+def experiment_of(replicas: int) -> Experiment:
+    return parse(TEXT, overrides=[f"replicas={replicas}"])
+
+
+@pytest.mark.parametrize(
+    ("places", "replicas", "expected", "left_out"),
+    [
+        # The same count: each where it stood.
+        ([(9, 1, 2), (8, 1, 1)], 2, [(9, 1, 2), (8, 1, 1)], 0),
+        # Nothing of epoch 1 was begun: it is that epoch.
+        ([(7, 1, 0), (7, 1, 0)], 3, [(5, 1, 0), (5, 1, 0), (4, 1, 0)], 0),
+        ([(0, 0, 0), (0, 0, 0)], 1, [(0, 0, 0)], 0),
+        # One replica has begun epoch 1: all begin 2. Rows: 100 - 32, and 100 + (100 - 96).
+        ([(9, 1, 2), (6, 0, 6)], 1, [(15, 2, 0)], 100 - 32 + 100 + 100 - 96),
+        # One is at the end of epoch 0, the other in it: 1 is not begun.
+        ([(7, 1, 0), (6, 0, 6)], 4, [(4, 1, 0), (3, 1, 0), (3, 1, 0), (3, 1, 0)], 4),
+    ],
+)
+def test_where_replicas_begin(
+    places: list[tuple[int, int, int]],
+    replicas: int,
+    expected: list[tuple[int, int, int]],
+    left_out: int,
+) -> None:
+    """200 rows, batches of 16: 7 a replica of two. The sum of the steps stays what it was."""
+    plan = make_plan(experiment_of(replicas), rows=200, test_rows=0, cores=1)
+    found, skipped = beginnings(manifest_with(*places), plan)
+    assert found == {r: Position(*place) for r, place in enumerate(expected)}
+    assert sum(p.step for p in found.values()) == sum(p[0] for p in places)
+    assert skipped == left_out
+
+
+def test_warmstart_is_over_when_the_steps_have_passed_it(tmp_path: Path) -> None:
+    counts = ["replicas=2", "optimizer.warmstart={steps: 8}", "stop.steps=6"]
+    run_dir, first = begin(TEXT, tmp_path / "r", overrides=counts)
+    first.run()
+    assert [row.step for row in newest(run_dir).manifest.rows] == [6, 0]
+    go_on(run_dir, ["stop.steps=8"]).run()
+    assert [row.step for row in newest(run_dir).manifest.rows] == [8, 0]
+    go_on(run_dir, ["stop.steps=40"]).run()
+    assert all(row.step > 8 for row in newest(run_dir).manifest.rows)
+
+
+def test_epochs_go_on(tmp_path: Path) -> None:
+    """20 epochs are 20 over any number of lives."""
+    run_dir, first = begin(TEXT, tmp_path / "r", overrides=["replicas=2", "stop={epochs: 3}"])
+    first.run(interrupt_at=5)
+    go_on(run_dir).run()
+    manifest = newest(run_dir).manifest
+    assert [(row.step, row.epoch, row.index) for row in manifest.rows] == [(21, 3, 0)] * 2
+    assert manifest.examples == 3 * 200
+
+
+# --------------------------------------------------------------------------------- what is refused
+
+
+@pytest.fixture
+def done(tmp_path: Path) -> RunDir:
+    """A run that reached its 4 steps, in `tmp_path`/r."""
+    run_dir, run = begin(TEXT, tmp_path / "r", overrides=["stop.steps=4", "replicas=2"])
+    run.run()
+    return run_dir
+
+
+def changed(run_dir: RunDir, old: str, new: str) -> None:
+    text = run_dir.resolved.read_text(encoding="utf-8")
+    assert old in text, text
+    run_dir.resolved.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+@pytest.mark.parametrize("key", ["seed", "network.layers.0.units", "optimizer.batch_size", "data"])
+def test_another_key_is_refused_and_the_allowed_ones_are_named(
+    done: RunDir, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume", str(done.path), "--set", f"{key}=3"]) == 2
+    err = capsys.readouterr().err
+    assert f"--set {key}=3: resume can change only" in err
+    assert all(name in err for name in CHANGEABLE)
+
+
+def test_a_bad_value_of_an_allowed_key(done: RunDir) -> None:
+    with pytest.raises(ExperimentError, match="replicas"):
+        prepare(done, ["replicas=0"])
+    with pytest.raises(ExperimentError, match="min_replicas"):
+        prepare(done, ["min_replicas=3"])
+    with pytest.raises(ExperimentError, match="KEY=VALUE"):
+        prepare(done, ["shards"])
+
+
+def test_nothing_was_saved(done: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """cases: resume on an empty directory never starts over silently (Theoria#1382)."""
+    shutil.rmtree(done.checkpoints)
+    assert main(["resume", str(done.path)]) == 1
+    assert "nothing was saved" in capsys.readouterr().err
+
+
+def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "not a run directory" in capsys.readouterr().err
+    assert main(["resume", str(tmp_path / "none")]) == 2
+
+
+def test_a_run_that_is_going_on(done: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    with done:
+        done.lock()
+        assert main(["resume", str(done.path)]) == 2
+    assert "this run is going on" in capsys.readouterr().err
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, empty])
+@pytest.mark.parametrize("name", ["manifest.json", "model-00001-of-00001.safetensors"])
+def test_a_damaged_newest_one(
+    damage: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """cases: falls back with a warning; with none good exit 1 (reliability.md, G9)."""
+    run_dir, run = begin(
+        TEXT, tmp_path / "r", overrides=["checkpoint.every=9 steps", "stop.steps=60"]
+    )
+    run.run()
+    new, *old = list_checkpoints(run_dir.checkpoints)
+    damage(new / name)
+    found = prepare(run_dir)
+    assert found.checkpoint.path == old[0]
+    [warning] = found.warnings
+    assert str(new / name) in warning
+    assert f"falling back to {old[0].name}" in warning
+    for path in old:
+        damage(path / name)
+    assert main(["resume", str(run_dir.path)]) == 1
+    assert "no checkpoint is good" in capsys.readouterr().err
+
+
+def test_a_layer_was_changed(done: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """cases: one message with layer and both shapes (DALLE-pytorch#211)."""
+    changed(done, "units: 9", "units: 12")
+    assert main(["resume", str(done.path)]) == 1
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "layers.0.weight is (9, 64) in the checkpoint and (12, 64) in the experiment" in err
+
+
+def test_an_activation_was_changed(done: RunDir) -> None:
+    changed(done, "activation: sigmoid", "activation: tanh")
+    with pytest.raises(CheckpointError, match="an activation, the loss"):
+        prepare(done)
+
+
+def test_the_rule_was_changed(done: RunDir) -> None:
+    changed(done, "type: sgd\n", "type: adagrad\n")
+    with pytest.raises(CheckpointError, match="state of another rule"):
+        prepare(done)
+
+
+def test_the_data_were_changed(done: RunDir) -> None:
+    """reliability.md, G17: a mismatch stops the run."""
+    changed(done, "rows: 200", "rows: 199")
+    with pytest.raises(CheckpointError, match="other data"):
+        prepare(done)
+
+
+# ---------------------------------------------------------------------------------- finished runs
+
+
+def test_a_finished_run_stays_finished(done: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(done.path.rglob("*"))
+    for more in ([], ["--set", "shards=2"], ["--set", "stop.steps=3"]):
+        assert main(["resume", str(done.path), *more]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("done: 4 steps")
+        assert "had finished already" in out
+    assert sorted(done.path.rglob("*")) == before
+
+
+def test_a_finished_run_says_so_in_json(done: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(done.path), "--json"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    fields = json.loads(line)
+    assert (fields["event"], fields["status"], fields["steps"]) == ("finished", "done", 4)
+    assert "had finished already" in fields["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("override", "finished"),
+    [
+        ("stop.steps=4", True),
+        ("stop.steps=5", False),
+        ("stop={epochs: 1}", False),
+        ("stop={steps: 9, epochs: 1}", False),
+        ("stop={steps: 2, epochs: 9}", True),
+    ],
+)
+def test_only_a_later_stop_goes_on(done: RunDir, override: str, finished: bool) -> None:
+    assert prepare(done, [override]).finished is finished
+
+
+def test_a_later_stop_is_kept_when_nothing_came_of_it(done: RunDir) -> None:
+    """Resumed with a later stop and killed before anything was saved: the stop is still due."""
+    changed(done, "steps: 4", "steps: 9")
+    assert not prepare(done).finished
+
+
+def test_the_resolved_file_keeps_threads_and_takes_the_new_values(tmp_path: Path) -> None:
+    run_dir, run = begin(TEXT, tmp_path / "r", overrides=["threads=3"])
+    run.run()
+    found = prepare(run_dir, ["stop.steps=30", "shards=2", "checkpoint.every=5 steps"])
+    assert found.plan.experiment.threads == 3
+    assert {n.threads for n in found.plan.of_role("worker")} == {3}
+    resolved = json.loads(to_json(found.plan.experiment))
+    assert (resolved["stop"]["steps"], resolved["shards"]) == (30, 2)
+    assert found.origin.examples == run.coordinator.figures.examples
+
+
+def test_a_standardized_run_resumes_with_the_statistics_it_had(tmp_path: Path) -> None:
+    overrides = ["data.train={source: digits, split: train, rows: 200, standardize: true}"]
+    expected = straight(tmp_path / "whole", *overrides)
+    run_dir, run = begin(TEXT, tmp_path / "cut", overrides=[*overrides, "stop.steps=10"])
+    run.run()
+    (run_dir.path / "standardize.npz").unlink()  # a function of the same data: made again
+    go_on(run_dir, ["stop.steps=20"]).run()
+    assert contents(newest(run_dir)) == contents(expected)
+
+
+def test_the_initial_values_are_not_those_of_a_checkpoint(done: RunDir) -> None:
+    """What the other tests compare can differ."""
+    first = np.frombuffer(contents(newest(done))["parameters"], np.float32)
+    _, again = begin(TEXT, done.path.parent / "other")
+    assert not np.array_equal(first, np.frombuffer(at_start(again), np.float32))
