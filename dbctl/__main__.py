@@ -20,8 +20,10 @@ def main() -> int:
         from dbctl.agent import main as agent
 
         return agent(argv[1:]) or 0
-    from dbctl.cli.main import main as command_line
-
+    try:
+        from dbctl.cli.main import main as command_line
+    except KeyboardInterrupt:  # later ones are answered there
+        return 130
     return command_line(argv)
 
 

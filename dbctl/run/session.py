@@ -133,9 +133,10 @@ class Session:
                 return False
             self._take()
             now = _now()
-            self._nodes.check_start(now)
+            self._nodes.check_start(now, self._log_path)
             self._send_all(self._nodes.step(now))
-            self._check_agent()
+            if (error := self._launcher.failure()) is not None:
+                raise error
         self._send_all(self._nodes.begin(_now()))
         return True
 
@@ -212,7 +213,8 @@ class Session:
     def _check_agent(self) -> None:
         error = self._launcher.failure()
         if error is not None and self._outcome is None:
-            raise error
+            reason = f"{error.node} ended: the run cannot go on without it"
+            self._outcome = Outcome(status="failed", reason=reason, error=error)
 
     # -------------------------------------------------------------------------------- effects
 
