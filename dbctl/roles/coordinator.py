@@ -177,17 +177,19 @@ class Coordinator:
         resting = report.state in ("finished", "halted") and report.acked >= report.pushed
         if resting and (self._phase is not Phase.RUNNING or self._sent[replica].last):
             self._resting.add(replica)
-        if self._phase is Phase.RUNNING:
-            effects += self._regrant(now)
-        if self._phase is not Phase.MEASURING and self._resting >= set(self._live()):
-            effects += self._measure(now)
-        return effects
+        return effects + self._go_on(now)
 
-    def _regrant(self, now: float) -> Effects:
+    def _go_on(self, now: float) -> Effects:
+        """New grants for all; then the end if nobody has anything left to do, else what is due."""
+        if self._phase is Phase.MEASURING:
+            return []
         effects: Effects = []
-        for replica in self._live():
-            effects += self._grant(now, replica, again=False)
-        return effects + self._by_progress(now)
+        if self._phase is Phase.RUNNING:
+            for replica in self._live():
+                effects += self._grant(now, replica, again=False)
+        if self._resting >= set(self._live()):
+            return effects + self._measure(now)
+        return effects + (self._by_progress(now) if self._phase is Phase.RUNNING else [])
 
     def _grant(self, now: float, replica: int, *, again: bool) -> Effects:
         until, last = self._grants.grant(replica, now)
@@ -221,11 +223,7 @@ class Coordinator:
         if n_live < self._start.min_replicas:
             reason = f"{n_live} replicas live, min_replicas is {self._start.min_replicas}"
             effects += self._halt(now, push=True, status="failed", reason=reason)
-        elif self._phase is Phase.RUNNING:
-            effects += self._regrant(now)
-        if self._phase in (Phase.RUNNING, Phase.ENDING) and self._resting >= set(self._live()):
-            effects += self._measure(now)
-        return effects
+        return effects + self._go_on(now)
 
     def _rows(self, replica: int) -> int:
         return self._start.parts[replica].rows
