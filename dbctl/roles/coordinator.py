@@ -166,7 +166,9 @@ class Coordinator:
             return []
         self.figures.report(now, replica, report)
         self._grants.advance(replica, report.position.step)
-        effects: Effects = [Record("worker", worker_fields(sender.node, report))]
+        effects: Effects = [
+            Record("worker", worker_fields(sender.node, report, figures=self.figures))
+        ]
         if report.refused_in_a_row > MAX_REFUSED_IN_A_ROW:
             reason = (
                 f"{sender.node} refused {report.refused_in_a_row} non-finite gradients in a row,"
@@ -229,6 +231,8 @@ class Coordinator:
         return self._start.parts[replica].rows
 
     def _after_evaluator_death(self, now: float) -> Effects:
+        if not self._start.workers:
+            return self._over("failed", "an evaluator died: its rows were not measured")
         if self._evaluations:
             return []
         self._final_measured = True

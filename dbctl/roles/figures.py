@@ -13,6 +13,7 @@ from typing import Any
 from dbctl.wire import BEGINNING, Position, Report, ShardReport
 
 RATE_WINDOW_S = 5.0
+RATE_MIN_S = 0.4  # reports closer together say little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Figures:
         self._began: float | None = None
         self._ended: float | None = None
         self._window: deque[tuple[float, int]] = deque()
+        self._rated: dict[int, tuple[float, int]] = {}
+        self._rates: dict[int, float] = {}
         self.dead: set[int] = set()
         self.test_loss: float | None = None
         self.test_accuracy: float | None = None
@@ -54,10 +57,25 @@ class Figures:
         self._ended = self._ended if self._ended is not None else now
 
     def report(self, now: float, replica: int, report: Report) -> None:
+        self._measure_rate(now, replica, report)
         self._reports[replica] = report
         self._window.append((now, self.examples))
         while self._window and now - self._window[0][0] > RATE_WINDOW_S:
             self._window.popleft()
+
+    def _measure_rate(self, now: float, replica: int, report: Report) -> None:
+        since, before = self._rated.get(replica, (self._began or now, 0))
+        if now - since >= RATE_MIN_S:
+            self._rates[replica] = (report.examples - before) / (now - since)
+            self._rated[replica] = (now, report.examples)
+
+    def rate(self, replica: int) -> float | None:
+        """Examples a second of one replica, between reports some time apart."""
+        return self._rates.get(replica)
+
+    def staleness_of(self, worker: str) -> dict[int, int]:
+        """How many of the worker's pushes had each staleness, all shards together."""
+        return self._staleness({worker})
 
     def shard_report(self, shard: str, report: ShardReport) -> None:
         self._shards[shard] = report
@@ -118,10 +136,14 @@ class Figures:
 
     def staleness(self) -> dict[int, int]:
         """How many pushes had each staleness, all shards and replicas together."""
+        return self._staleness(None)
+
+    def _staleness(self, workers: set[str] | None) -> dict[int, int]:
         counts: dict[int, int] = {}
         for report in self._shards.values():
-            for _, value, count in report.staleness:
-                counts[value] = counts.get(value, 0) + count
+            for worker, value, count in report.staleness:
+                if workers is None or worker in workers:
+                    counts[value] = counts.get(value, 0) + count
         return dict(sorted(counts.items()))
 
     def mean_staleness(self) -> float | None:

@@ -6,10 +6,11 @@ Rules of this file: pure; all values are totals since the node's incarnation beg
 from __future__ import annotations
 
 from dbctl.roles.cuts import replica_of
+from dbctl.roles.figures import Figures
 from dbctl.wire import Report, ShardReport
 
 
-def worker_fields(worker: str, report: Report) -> dict[str, object]:
+def worker_fields(worker: str, report: Report, *, figures: Figures) -> dict[str, object]:
     loss = report.epoch_loss if report.epoch_loss.rows else report.last_epoch_loss
     return {
         "node": worker,
@@ -19,12 +20,14 @@ def worker_fields(worker: str, report: Report) -> dict[str, object]:
         "epoch": report.position.epoch,
         "index": report.position.index,
         "examples": report.examples,
+        "examples_per_second": figures.rate(replica_of(worker)),
         "loss": loss.sum / loss.rows if loss.rows else None,
         "compute_s": report.compute_s,
         "fetch_wait_s": report.fetch_wait_s,
         "push_wait_s": report.push_wait_s,
         "bytes_pushed": report.bytes_pushed,
         "bytes_fetched": report.bytes_fetched,
+        "staleness": figures.staleness_of(worker),
         "refused": report.refused,
         "refused_where": report.refused_where,
     }
