@@ -12,11 +12,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import cast
 
 import pytest
 
-from dbctl.agent import GENTLE_S, Children
-from dbctl.wire import Exited, Kill, Start, Started
+from dbctl.agent import END_KILL_S, END_TERM_S, GENTLE_S, Agent, Children
+from dbctl.transport.link import Link
+from dbctl.wire import Exited, Failed, Finish, Kill, Message, Peer, Start, Started
 from tests.cluster.harness import state, wait_until
 
 
@@ -250,6 +253,122 @@ def test_a_number_that_is_no_longer_ours_is_not_signalled(
     assert children.kill(Kill("shard-9", 1), time.monotonic()) is None, "never ours at all"
     with pytest.raises(AssertionError):
         child.signal_group(signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- the loop
+
+
+class QueueLink:
+    """A link of one process: orders are put in, answers are kept."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[tuple[Peer, Message] | None] = SimpleQueue()
+        self.sent: list[Message] = []
+        self.closed_by_parent = False
+        self.lease = True
+
+    def receive(self, timeout_s: float) -> list[tuple[Peer, Message]]:
+        try:
+            item = self.queue.get(timeout=timeout_s)
+        except Empty:
+            return []
+        return [] if item is None else [item]
+
+    def wake(self) -> None:
+        self.queue.put(None)
+
+    def send(self, to: str, message: Message) -> None:
+        assert to == "controller"
+        self.sent.append(message)
+        if isinstance(message, Exited):  # the script's last act: end the loop as a person would
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def lease_in_force(self, now: float) -> bool:
+        return self.lease
+
+
+CONTROLLER = Peer("controller", 1)
+
+
+@pytest.fixture
+def link() -> Iterator[QueueLink]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+    handlers = [(number, signal.getsignal(number)) for number in numbers]
+    yield QueueLink()
+    for number, handler in handlers:
+        signal.signal(number, handler)
+
+
+def make_agent(link: QueueLink, children: Children) -> Agent:
+    return Agent(cast(Link, link), children, name="agent-0")
+
+
+def test_a_death_wakes_the_loop(
+    children: Children, link: QueueLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the look four times a second: that one is put off here for longer than a test lasts."""
+    monkeypatch.setattr("dbctl.agent.LOOK_S", 100.0)
+    agent = make_agent(link, children)
+    agent.handle_signals()
+    link.queue.put((CONTROLLER, shell("sleep 0.2; exit 3")))
+    begin = time.monotonic()
+    assert agent.serve() == "SIGTERM"
+    assert time.monotonic() - begin < 5.0
+    assert [type(message) for message in link.sent] == [Started, Exited]
+    assert children.ended["shard-0", 1].status == 3
+
+
+def test_a_nodes_own_word_goes_with_its_end(children: Children, link: QueueLink) -> None:
+    agent = make_agent(link, children)
+    agent.handle_signals()
+    link.queue.put((CONTROLLER, shell("sleep 0.3; exit 1")))
+    link.queue.put((Peer("shard-0", 1), Failed("disk on fire")))
+    link.queue.put((Peer("shard-0", 2), Failed("of a life that is not this one")))
+    link.queue.put((Peer("worker-0.0", 1), Kill("shard-0", 1)))  # not its to order
+    assert agent.serve() == "SIGTERM"
+    exited = children.ended["shard-0", 1]
+    assert (exited.status, exited.word) == (1, "disk on fire")
+
+
+def test_without_a_lease_no_order_is_carried_out(children: Children, link: QueueLink) -> None:
+    class Stopped(QueueLink):
+        def receive(self, timeout_s: float) -> list[tuple[Peer, Message]]:
+            self.lease = False  # SIGSTOP for an hour, then SIGCONT
+            return super().receive(timeout_s)
+
+    stopped = Stopped()
+    stopped.queue.put((CONTROLLER, shell("sleep 60")))
+    assert make_agent(stopped, children).serve().startswith("the lease ran out")
+    assert not children.running
+    assert stopped.queue.empty(), "the order had come"
+
+
+def test_finish_and_the_parents_end_end_the_loop(children: Children, link: QueueLink) -> None:
+    link.queue.put((CONTROLLER, Finish()))
+    assert make_agent(link, children).serve() == "finished"
+    link.closed_by_parent = True
+    link.wake()
+    assert make_agent(link, children).serve().startswith("standard input ended")
+
+
+def test_the_end_takes_those_that_ignore_sigterm(
+    children: Children, link: QueueLink, tmp_path: Path
+) -> None:
+    file = tmp_path / "ignoring"
+    children.start(shell(f"trap '' TERM; echo set > {file}; while :; do sleep 0.05; done"))
+    wait_for_file(file)
+    link.send = lambda to, message: link.sent.append(message)  # type: ignore[method-assign]
+    begin = time.monotonic()
+    make_agent(link, children).end()
+    assert END_TERM_S <= time.monotonic() - begin < END_TERM_S + END_KILL_S + 0.5
+    assert children.ended["shard-0", 1].status == -signal.SIGKILL
+    assert not children.running
+
+
+def test_the_end_of_nothing_is_at_once(children: Children, link: QueueLink) -> None:
+    begin = time.monotonic()
+    make_agent(link, children).end()
+    assert time.monotonic() - begin < 0.1
 
 
 def test_the_agent_imports_no_numpy() -> None:
