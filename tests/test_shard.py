@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -44,6 +45,7 @@ Array = NDArray[Any]
 
 A, B = Peer("worker-0.0", 1), Peer("worker-1.0", 1)
 BOSS = Peer(CONTROLLER, 1)
+PLAIN = SgdRuleSpec(rate=1.0)
 RULES: list[RuleSpec] = [
     SgdRuleSpec(rate=0.1),
     MomentumRuleSpec(rate=0.1, momentum=0.5),
@@ -54,7 +56,7 @@ RULES: list[RuleSpec] = [
 
 def make_shard(
     values: Iterable[float] = (0, 0, 0, 0),
-    rule: RuleSpec = SgdRuleSpec(rate=1.0),  # noqa: B008: frozen
+    rule: RuleSpec = PLAIN,
     *,
     start: int = 0,
     dtype: str = "f8",
@@ -507,7 +509,7 @@ def test_any_cut_into_shards_is_one_shard_bit_for_bit(rule: RuleSpec, cuts: list
         pushed(whole, A, push(seq, payload=gradient))
     edges = [0, *cuts, n]
     values, states = [], []
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in pairwise(edges):
         span = Range(first, last)
         own = [(part.intersection(span), decay) for part, decay in decays]
         shard = welcomed(

@@ -1,0 +1,110 @@
+"""The run in numbers: sums and differences of totals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dbctl.roles.figures import RATE_WINDOW_S, Figures, Part
+from dbctl.wire import Loss, Position, Report, ShardReport
+
+
+def report(step: int = 0, epoch: int = 0, index: int = 0, **changes: Any) -> Report:
+    fields: dict[str, Any] = dict.fromkeys(Report.__struct_fields__, 0)
+    fields |= {"state": "running", "epoch_loss": Loss(), "last_epoch_loss": Loss()}
+    return Report(**(fields | {"position": Position(step, epoch, index)} | changes))
+
+
+def make(**changes: Any) -> Figures:
+    return Figures(
+        {0: Part(rows=30, steps_per_epoch=3), 1: Part(rows=10, steps_per_epoch=1)}, **changes
+    )
+
+
+def test_steps_are_the_sum_over_replicas_and_begin_where_they_stood() -> None:
+    figures = Figures(
+        {
+            0: Part(rows=4, steps_per_epoch=2, begin=Position(6, 3, 0)),
+            1: Part(rows=4, steps_per_epoch=2),
+        }
+    )
+    assert (figures.steps, figures.n_replicas) == (6, 2)
+    figures.report(0.0, 1, report(5, 2, 1))
+    assert (figures.steps, figures.greatest_epoch) == (11, 3)
+
+
+def test_epochs_are_passes_weighted_by_rows_of_the_replicas_that_live() -> None:
+    figures = make()
+    figures.report(0.0, 0, report(7, 2, 1))
+    figures.report(0.0, 1, report(4, 4, 0))
+    assert figures.epochs == pytest.approx((30 * (2 + 1 / 3) + 10 * 4) / 40)
+    figures.dead.add(0)
+    assert figures.epochs == 4
+    assert figures.left_out() == {0: 30}
+    assert figures.steps == 11  # what it did was done
+
+
+def test_loss_of_the_epoch_in_hand_or_of_the_last_whole_one() -> None:
+    figures = make()
+    assert figures.loss(last_epoch=False) is None
+    figures.report(0.0, 0, report(epoch_loss=Loss(10.0, 5), last_epoch_loss=Loss(40.0, 10)))
+    figures.report(0.0, 1, report(epoch_loss=Loss(), last_epoch_loss=Loss(20.0, 10)))
+    assert figures.loss(last_epoch=False) == (10 + 20) / (5 + 10)
+    assert figures.loss(last_epoch=True) == (40 + 20) / 20
+
+
+def test_seconds_run_from_the_begin_to_the_end_and_add_to_an_earlier_life() -> None:
+    figures = make(examples=100, seconds=50.0)
+    assert figures.seconds(7.0) == 50.0
+    figures.begin(10.0)
+    figures.report(12.0, 0, report(examples=40))
+    assert figures.seconds(14.0) == 54.0
+    figures.end(20.0)
+    figures.end(99.0)
+    assert figures.seconds(100.0) == 60.0
+    assert figures.examples == 140
+    assert figures.mean_examples_per_second(100.0) == 4.0  # of this life
+
+
+def test_the_rate_shown_is_that_of_the_last_seconds() -> None:
+    figures = make()
+    figures.begin(0.0)
+    assert figures.examples_per_second(0.0) is None
+    figures.report(0.0, 0, report(examples=0))
+    figures.report(1.0, 0, report(examples=1000))
+    assert figures.examples_per_second(1.0) == 1000
+    figures.report(RATE_WINDOW_S + 1, 0, report(examples=1500))
+    assert figures.examples_per_second(RATE_WINDOW_S + 1) == 100
+
+
+def test_staleness_adds_shards_and_workers() -> None:
+    figures = make()
+    assert figures.mean_staleness() is None
+    for shard, counts in {"shard-0": (("a", 0, 3), ("b", 2, 1)), "shard-1": (("a", 2, 4),)}.items():
+        figures.shard_report(shard, ShardReport(1, 8, 8, 0, 0, 0, (), counts))
+    assert figures.staleness() == {0: 3, 2: 5}
+    assert figures.mean_staleness() == 10 / 8
+
+
+def test_waits_and_refusals() -> None:
+    figures = make()
+    assert figures.fetch_wait_share() is None
+    figures.report(0.0, 0, report(compute_s=3.0, fetch_wait_s=0.5, push_wait_s=0.5, refused=2))
+    figures.report(0.0, 1, report(compute_s=6.0, refused=1))
+    assert figures.fetch_wait_share() == 0.1
+    assert figures.refused() == 3
+
+
+def test_what_was_not_measured_is_none() -> None:
+    figures = make()
+    assert figures.summary(0.0) == {
+        "steps": 0,
+        "epochs": 0.0,
+        "examples": 0,
+        "seconds": 0.0,
+        "examples_per_second": None,
+        "train_loss": None,
+        "test_loss": None,
+        "test_accuracy": None,
+    }
