@@ -135,6 +135,32 @@ def make_plan(
     )
 
 
+def make_evaluation_plan(experiment: Experiment, *, rows: int, evaluators: int) -> Plan:
+    """The plan of `dbctl eval`: shards, and evaluators that share `rows`; nobody trains."""
+    layout = tensors(experiment.network)
+    n_parameters = layout[-1].range.stop
+    spans = shard_spans(n_parameters, experiment.shards)
+    memory = (n_parameters + rows * _features(experiment)) * ITEM_BYTES
+    measuring = (
+        NodePlan(
+            node=f"evaluator-{part}",
+            role="evaluator",
+            host="localhost",
+            threads=1,
+            memory_bytes=PROCESS_BYTES + memory,
+            what=f"measures {len(range(part, rows, evaluators)):,} rows",
+        )
+        for part in range(evaluators)
+    )
+    return Plan(
+        experiment=experiment,
+        tensors=layout,
+        shards=spans,
+        nodes=(*_shard_nodes(experiment, spans), *measuring),
+        rows=(),
+    )
+
+
 def shard_spans(n_parameters: int, shards: int) -> tuple[ShardSpan, ...]:
     """Equal slices by bytes, whatever the tensors; shards that would hold nothing are left out."""
     cuts = [cut for cut in Range(0, n_parameters).split(shards, align=SHARD_ALIGN) if cut]

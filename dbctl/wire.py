@@ -262,13 +262,24 @@ class Evaluated(Message, frozen=True):
 
 
 class Predictions(Message, frozen=True):
-    """A bounded piece of an evaluation: row numbers, true labels, predicted labels, probability."""
+    """Piece `index` of an evaluation: row numbers, true labels, predicted labels, probability.
+
+    It is sent again until a Filed says that it has come.
+    """
 
     number: int
+    index: int
     rows: tuple[int, ...]
     labels: tuple[float, ...]
     predicted: tuple[float, ...]
     scores: tuple[float, ...]
+
+
+class Filed(Message, frozen=True):
+    """Controller to evaluator: of evaluation `number`, pieces 0 to `pieces` - 1 have come."""
+
+    number: int
+    pieces: int
 
 
 # ------------------------------------------------------------ every node <-> agent <-> controller
@@ -350,7 +361,7 @@ AnyMessage = (
     Hello | Welcome | Fetch | Params | Push | Ack | Return
     | Grant | Halt | Report
     | ShardReport | Cut | CutPart | Gone
-    | Evaluate | Evaluated | Predictions
+    | Evaluate | Evaluated | Predictions | Filed
     | Ready | Peers | Beat | Lease | Finish | Failed
     | Start | Started | Exited | Kill
 )  # fmt: skip

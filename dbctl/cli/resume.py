@@ -12,7 +12,7 @@ import click
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines on stdout.")
 @click.option("--quiet", is_flag=True, help="Only warnings and the last line.")
-def resume(run_dir: str, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> int:
+def resume(*, run_dir: str, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> int:
     """Go on from a run's newest good checkpoint.
 
     Only stop, replicas, min_replicas, shards, partition, evaluate, checkpoint and cluster can be

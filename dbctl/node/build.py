@@ -228,6 +228,7 @@ class NetworkMeasure:
         labels = targets if self._labelled else targets[0]
         return Predictions(
             number,
+            index,
             tuple(indices.tolist()),
             tuple(map(float, labels.tolist())),
             tuple(map(float, found.predicted.tolist())),

@@ -155,7 +155,7 @@ class Coordinator:
                 measured = self._evaluations.add(sender.node, message)
                 return self._on_measured(now, measured) if measured is not None else []
             case Predictions():
-                return [Record("predictions", {"message": message})]
+                return self._on_predictions(sender, message)
             case Exited(node, incarnation):
                 return self._on_death(now, Peer(node, incarnation), message)
         return []
@@ -290,6 +290,11 @@ class Coordinator:
                 self._status, self._reason = "failed", error
             return effects + self._finish_if_complete(now)
         return effects + self._final_cut(now)
+
+    def _on_predictions(self, sender: Peer, message: Predictions) -> Effects:
+        is_next, filed = self._evaluations.file(sender.node, message)
+        effects: Effects = [Record("predictions", {"message": message})] if is_next else []
+        return effects + ([Send(sender.node, filed)] if filed is not None else [])
 
     def _on_measured(self, now: float, measured: Measured) -> Effects:
         figures = self.figures

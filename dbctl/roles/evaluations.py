@@ -2,6 +2,7 @@
 
 Rules of this file: pure. Theory of operation: evaluation n is rows `part`, `part + of`, ... for
 each of the evaluators; it is complete when all have answered. A repeated answer is harmless.
+Predictions are taken piece by piece in order, so that each counts once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dbctl.wire import Evaluate, Evaluated
+from dbctl.wire import Evaluate, Evaluated, Filed, Predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Evaluations:
         self._predictions = predictions
         self._number = 0
         self._answers: dict[str, Evaluated] = {}
+        self._filed: dict[str, int] = {}  # pieces of predictions that have come
         self.busy = False
 
     def __bool__(self) -> bool:
@@ -56,6 +58,7 @@ class Evaluations:
         assert not self.busy
         self._number += 1
         self._answers = {}
+        self._filed = {}
         self.busy = True
         return self.pending()
 
@@ -68,6 +71,15 @@ class Evaluations:
             for part, name in enumerate(self._evaluators)
             if name not in self._answers
         }
+
+    def file(self, evaluator: str, piece: Predictions) -> tuple[bool, Filed | None]:
+        """Whether this piece is the next one, to be kept; and what to answer, if anything."""
+        if not self.busy or piece.number != self._number or evaluator not in self._evaluators:
+            return False, None
+        n_filed = self._filed.get(evaluator, 0)
+        is_next = piece.index == n_filed
+        self._filed[evaluator] = n_filed + is_next
+        return is_next, Filed(self._number, self._filed[evaluator])
 
     def add(self, evaluator: str, answer: Evaluated) -> Measured | None:
         if not self.busy or answer.number != self._number or evaluator not in self._evaluators:

@@ -2,11 +2,14 @@
 
 Rules of this file: pure (roles/base.py). Theory of operation: asked to Evaluate, it fetches from
 every shard, copies and gives back at once, then measures one batch a step and answers with sums and
-counts. Accuracy is measured on the servers' parameters, never on a replica's copy.
+counts. Accuracy is measured on the servers' parameters, never on a replica's copy. With predictions
+at most `WINDOW` pieces of them are out at once, and are sent again until they are filed, so that a
+controller whose disk is slow loses none.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +18,19 @@ from dbctl.region import Range
 from dbctl.roles.base import NOW, Done, Effects, Measure, Send
 from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.worker import Channel, Timer
-from dbctl.wire import Evaluate, Evaluated, Finish, Loss, Message, Peer, ShardSpan
+from dbctl.wire import (
+    Evaluate,
+    Evaluated,
+    Filed,
+    Finish,
+    Loss,
+    Message,
+    Peer,
+    Predictions,
+    ShardSpan,
+)
+
+WINDOW = 4
 
 
 class Evaluator:
@@ -40,12 +55,15 @@ class Evaluator:
         self._version = 0
         self._answer: Evaluated | None = None
         self._answer_timer = Timer(2 * resend_s)
+        self._unfiled: deque[Predictions] = deque()
+        self._unfiled_timer = Timer(2 * resend_s)
 
     @property
     def due(self) -> float:
-        if self._asked is not None and (self._fetched or self._can_copy() or self._can_ask()):
+        if self._asked is not None and self._can_go_on():
             return NOW
-        return min(self._answer_timer.at, *(channel.due for channel in self._channels))
+        timers = min(self._answer_timer.at, self._unfiled_timer.at)
+        return min(timers, *(channel.due for channel in self._channels))
 
     def start(self, now: float) -> Effects:
         return [effect for channel in self._channels for effect in channel.hello(now)]
@@ -55,6 +73,9 @@ class Evaluator:
             case Evaluate(number):
                 if self._answer is None or number > self._answer.number:
                     self._begin(message)
+                return []
+            case Filed():
+                self._on_filed(now, message)
                 return []
             case Finish():
                 return [Done("finished")]
@@ -70,6 +91,23 @@ class Evaluator:
         self._fetched = False
         self._index = 0
         self._answer_timer.stop()
+        self._unfiled.clear()
+        self._unfiled_timer.stop()
+
+    def _on_filed(self, now: float, filed: Filed) -> None:
+        if self._asked is None or filed.number != self._asked.number:
+            return
+        while self._unfiled and self._unfiled[0].index < filed.pieces:
+            self._unfiled.popleft()
+            self._unfiled_timer.begin(now)
+        if not self._unfiled:
+            self._unfiled_timer.stop()
+
+    def _can_go_on(self) -> bool:
+        """Once asked: parameters to ask for or copy, a batch to measure, an answer to give."""
+        if not self._fetched:
+            return self._can_copy() or self._can_ask()
+        return len(self._unfiled) < WINDOW if self._index < self._n_batches else not self._unfiled
 
     def _can_ask(self) -> bool:
         return all(c.term for c in self._channels) and not all(c.asked for c in self._channels)
@@ -85,7 +123,10 @@ class Evaluator:
         if now >= self._answer_timer.at and self._answer is not None:
             self._answer_timer.again(now)
             effects.append(Send(CONTROLLER, self._answer))
-        if self._asked is None:
+        if now >= self._unfiled_timer.at:
+            self._unfiled_timer.again(now)
+            effects += [Send(CONTROLLER, piece) for piece in self._unfiled]
+        if self._asked is None or not self._can_go_on():
             return effects
         if self._fetched:
             return effects + self._measure_one(now, self._asked)
@@ -119,8 +160,11 @@ class Evaluator:
             )
             self._index += 1
             if predictions is not None:
+                if not self._unfiled:
+                    self._unfiled_timer.begin(now)
+                self._unfiled.append(predictions)
                 effects.append(Send(CONTROLLER, predictions))
-        if self._index < self._n_batches:
+        if self._index < self._n_batches or self._unfiled:
             return effects
         tally = self._measure.tally()
         self._answer = Evaluated(

@@ -1,0 +1,82 @@
+"""`dbctl eval RUN_DIR`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dbctl.process import escape_line
+
+if TYPE_CHECKING:
+    from dbctl.run.evaluate import Class, Evaluation
+
+MAX_SHOWN_CLASSES = 20  # a wider matrix fits no terminal; --json has it whole
+
+
+@click.command("eval")
+@click.argument("run_dir", type=click.Path())
+@click.option("--split", type=click.Choice(["test", "train"]), default="test", show_default=True)
+@click.option("--step", type=click.IntRange(min=0), help="Which checkpoint; default: the newest.")
+@click.option("--workers", type=click.IntRange(1, 64), default=1, help="Processes that measure.")
+@click.option("--predictions", type=click.Path(), help="Write row,label,predicted,score as CSV.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def evaluate(*, run_dir: str, as_json: bool, predictions: str | None, **options: Any) -> int:
+    """Measure a checkpoint on a data split."""
+    from dbctl.progress.display import make_display
+    from dbctl.run import evaluate as run
+    from dbctl.run.train import EXIT_CODES
+
+    display = make_display(json=False, stderr_is_tty=sys.stderr.isatty(), quiet=True)
+    where = Path(predictions) if predictions is not None else None
+    request = run.Request(predictions=where, **options)
+    status, found = run.evaluate(run_dir, request, warn=display.warn)
+    if found is not None:
+        for line in [_json(found)] if as_json else _lines(found):
+            click.echo(line)
+    return EXIT_CODES[status]
+
+
+def _json(found: Evaluation) -> str:
+    from dataclasses import asdict
+
+    from dbctl.progress.text import to_json
+
+    return json.dumps(to_json(asdict(found)), allow_nan=False)
+
+
+def _lines(found: Evaluation) -> Iterator[str]:
+    yield escape_line(
+        f"{found.run_dir}: step {found.step:,}, {found.examples:,} rows of the {found.split} split"
+    )
+    yield f"loss      {found.loss:.6g}"
+    if found.accuracy is not None:
+        yield f"accuracy  {_percent(found.accuracy)}"
+    if found.top5 is not None:
+        yield f"top-5     {_percent(found.top5)}"
+    if found.classes is None or found.confusion is None:
+        return
+    yield ""
+    yield f"{'class':>6}{'rows':>9}{'correct':>9}{'recall':>10}{'precision':>11}"
+    yield from map(_class_line, found.classes)
+    if len(found.classes) > MAX_SHOWN_CLASSES:
+        return
+    width = max(4, *(len(str(n)) + 1 for row in found.confusion for n in row))
+    yield ""
+    yield "true \\ predicted"
+    yield " " * 6 + "".join(f"{c.number:>{width}}" for c in found.classes)
+    for number, row in enumerate(found.confusion):
+        yield f"{number:>6}" + "".join(f"{n:>{width}}" for n in row)
+
+
+def _class_line(one: Class) -> str:
+    recall, precision = _percent(one.recall), _percent(one.precision)
+    return f"{one.number:>6}{one.rows:>9,}{one.correct:>9,}{recall:>10}{precision:>11}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"

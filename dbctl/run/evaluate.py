@@ -1,0 +1,288 @@
+"""`dbctl eval`: a checkpoint measured on a data split, by the roles that measure during training.
+
+Rules of this file: the run directory is only read, so a run that is going on, or that is another
+user's, can be measured too; logs are in a temporary directory that stays only after a failure.
+Theory of operation: shards with the checkpoint's parameters, and evaluators that take every n-th
+row each; what they count is summed, so each row counts once for any number of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from dbctl.checkpoint.layout import step_of
+from dbctl.checkpoint.reader import Checkpoint, list_checkpoints, newest_good, open_checkpoint
+from dbctl.checkpoint.writer import ASIDE
+from dbctl.data.sources import Source, check, open_source
+from dbctl.errors import DbctlError, RunError, UsageError
+from dbctl.experiment.read import load
+from dbctl.experiment.specs import Experiment, StopSpec
+from dbctl.launch.base import make_runtime
+from dbctl.launch.local import LocalLauncher
+from dbctl.plan import Plan, make_evaluation_plan
+from dbctl.roles.base import Record
+from dbctl.roles.coordinator import Coordinator, CoordinatorStart
+from dbctl.roles.evaluations import Measured
+from dbctl.run.nodes import Nodes
+from dbctl.run.predictions import PredictionsFile
+from dbctl.run.resume import check_network
+from dbctl.run.saver import Saved
+from dbctl.run.session import Outcome, Session
+from dbctl.run.setting import LEASE_S, STATISTICS, Origin, make_nodes, new_run_id
+from dbctl.run.signals import Signals
+from dbctl.rundir import RunDir, open_
+from dbctl.wire import Exited
+
+Split = Literal["train", "test"]
+MAX_TRIES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """`step`: which checkpoint (None: the newest good one); `predictions`: a CSV file to write."""
+
+    split: Split = "test"
+    step: int | None = None
+    workers: int = 1
+    predictions: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Class:
+    """One class: its rows, how many of them were predicted so, and the shares of both kinds."""
+
+    number: int
+    rows: int
+    correct: int
+    recall: float | None
+    precision: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What was measured. For float targets accuracy, top5, classes and confusion are None.
+
+    `confusion[t][p]` is how many rows of class t were predicted to be of class p.
+    """
+
+    run_dir: str
+    step: int
+    split: Split
+    examples: int
+    loss: float
+    accuracy: float | None
+    top5: float | None
+    classes: tuple[Class, ...] | None
+    confusion: tuple[tuple[int, ...], ...] | None
+
+
+def evaluate(
+    path: str,
+    request: Request,
+    *,
+    warn: Callable[[str], None],
+    lease_s: float = LEASE_S,
+) -> tuple[str, Evaluation | None]:
+    """How it ended (done, interrupted, stopped) and, when done, what was measured.
+
+    DbctlError where it cannot begin or does not come to its end. `warn` gets what is to be said of
+    checkpoints that are not good.
+    """
+    with Signals() as signals:
+        run_dir = open_(Path(path))
+        experiment = load(str(run_dir.resolved))
+        for last in (False,) * (MAX_TRIES - 1) + (True,):
+            checkpoint = _choose(run_dir, request, warn)
+            check_network(checkpoint, experiment)
+            task = _Task(run_dir, experiment, request, checkpoint=checkpoint)
+            try:
+                return task.run(signals, lease_s=lease_s)
+            except DbctlError:
+                # A run that is going on may have removed it meanwhile: `checkpoint: keep`.
+                if last or request.step is not None or checkpoint.path.exists():
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+
+def _choose(run_dir: RunDir, request: Request, warn: Callable[[str], None]) -> Checkpoint:
+    if request.step is None:
+        checkpoint, warnings = newest_good(run_dir.checkpoints)
+        for warning in warnings:
+            warn(warning)
+        return checkpoint
+    found = {step_of(p.name.removeprefix(ASIDE)): p for p in list_checkpoints(run_dir.checkpoints)}
+    if request.step not in found:
+        have = ", ".join(str(step) for step in sorted(s for s in found if s is not None))
+        raise UsageError(
+            f"--step {request.step}: there is no such checkpoint; there are {have or 'none'}"
+        )
+    return open_checkpoint(found[request.step])
+
+
+class _Task:
+    """One evaluation: its nodes, its coordinator, what came of it."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        experiment: Experiment,
+        request: Request,
+        *,
+        checkpoint: Checkpoint,
+    ) -> None:
+        self._run_dir = run_dir
+        self._experiment = experiment
+        self._request = request
+        self._checkpoint = checkpoint
+        self._source = self._open()
+
+    def _open(self) -> Source:
+        data, split = self._experiment.data, self._request.split
+        spec = data.train if split == "train" else data.test
+        if spec is None:
+            raise UsageError("the experiment has no data.test: give --split train")
+        if spec.standardize and not (self._run_dir.path / STATISTICS).exists():
+            raise RunError(
+                f"{self._run_dir.path / STATISTICS}: missing, and the data are standardized by it; "
+                "dbctl resume makes it again"
+            )
+        source = open_source(spec)
+        check(source, self._experiment.network)
+        return source
+
+    def run(self, signals: Signals, *, lease_s: float) -> tuple[str, Evaluation | None]:
+        with ExitStack() as stack:
+            predictions = None
+            if self._request.predictions is not None:
+                labelled = self._source.kind == "labels"
+                file = PredictionsFile(
+                    self._request.predictions, self._source.rows, labelled=labelled
+                )
+                predictions = stack.enter_context(file)
+            logs = tempfile.mkdtemp(prefix="dbctl-eval-")
+            records = _Records(predictions)
+            outcome = self._session(signals, records, logs=logs, lease_s=lease_s)
+            if outcome.status == "failed":
+                raise RunError(str(outcome.error or outcome.reason))
+            shutil.rmtree(logs, ignore_errors=True)
+            if outcome.status != "done":
+                return outcome.status, None
+            assert records.measured is not None
+            if records.measured.rows != self._source.rows:
+                raise RunError(
+                    f"{records.measured.rows:,} rows were measured, expected {self._source.rows:,}"
+                )
+            if predictions is not None:
+                predictions.finish()
+            return "done", self._evaluation(records.measured)
+
+    def _session(
+        self, signals: Signals, records: _Records, *, logs: str, lease_s: float
+    ) -> Outcome:
+        request = self._request
+        plan = make_evaluation_plan(
+            self._experiment, rows=self._source.rows, evaluators=request.workers
+        )
+        run, runtime = new_run_id(), make_runtime()
+        launcher = LocalLauncher(runtime=runtime, run=run, logs=logs, lease_s=lease_s)
+        session = Session(
+            run=run,
+            runtime=runtime,
+            launcher=launcher,
+            coordinator=Coordinator(_coordinator_start(plan, request)),
+            records=records,
+            signals=signals,
+            lease_s=lease_s,
+            log_path=lambda node: str(Path(logs) / f"{node}.log"),
+        )
+        nodes = partial(
+            make_nodes,
+            plan,
+            run=run,
+            runtime=runtime,
+            run_dir=self._run_dir.path,
+            origin=Origin(restore=str(self._checkpoint.path.absolute()), positions={}),
+            split=request.split,
+            lease_s=lease_s,
+        )
+        try:
+            launcher.start_async()
+            return session.run(nodes)
+        finally:
+            shutil.rmtree(runtime, ignore_errors=True)
+
+    def _evaluation(self, measured: Measured) -> Evaluation:
+        confusion = _square(measured.confusion)
+        return Evaluation(
+            run_dir=str(self._run_dir.path),
+            step=self._checkpoint.manifest.step,
+            split=self._request.split,
+            examples=measured.rows,
+            loss=measured.loss,
+            accuracy=measured.accuracy,
+            top5=measured.top5,
+            classes=None if confusion is None else tuple(_classes(confusion)),
+            confusion=confusion,
+        )
+
+
+def _coordinator_start(plan: Plan, request: Request) -> CoordinatorStart:
+    return CoordinatorStart(
+        workers={},
+        parts={},
+        shards=[span.node for span in plan.shards],
+        evaluators=[node.node for node in plan.of_role("evaluator")],
+        stop=StopSpec(),
+        save=False,
+        predictions=request.predictions is not None,
+    )
+
+
+class _Records:
+    """run.session.Records: keeps the measurement, files the predictions."""
+
+    def __init__(self, predictions: PredictionsFile | None) -> None:
+        self._predictions = predictions
+        self.measured: Measured | None = None
+
+    def record(self, record: Record) -> None:
+        fields: dict[str, Any] = record.fields
+        match record.event:
+            case "evaluation":
+                self.measured = fields["measured"]
+            case "predictions" if self._predictions is not None:
+                self._predictions.add(fields["message"])
+
+    def node_died(self, name: str, exited: Exited) -> None:
+        """The outcome says it."""
+
+    def saved(self, saved: Saved) -> None:
+        raise AssertionError("an evaluation saves nothing")
+
+    def tick(self, now: float, nodes: Nodes) -> None:
+        """Nothing is shown meanwhile."""
+
+
+def _square(flat: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+    side = round(len(flat) ** 0.5)
+    return tuple(flat[side * i : side * (i + 1)] for i in range(side)) or None
+
+
+def _classes(confusion: tuple[tuple[int, ...], ...]) -> list[Class]:
+    predicted = [sum(column) for column in zip(*confusion, strict=True)]
+    found = []
+    for number, row in enumerate(confusion):
+        rows, correct = sum(row), row[number]
+        recall = correct / rows if rows else None
+        precision = correct / predicted[number] if predicted[number] else None
+        found.append(
+            Class(number=number, rows=rows, correct=correct, recall=recall, precision=precision)
+        )
+    return found
