@@ -4,7 +4,7 @@ Rules of this file: no decision about training; it starts nodes through agents, 
 each other, and notices deaths. Theory of operation: an order (Start) is repeated until its effect
 is reported. A node says Ready until it is spoken to; when all that are needed are ready each gets
 the addresses of those it talks to. A node without a beat for a lease is killed by its agent, and
-its death is then told like any other.
+its death is then told like any other; an agent that does not even do that is lost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from dbctl.errors import LaunchError
 from dbctl.process import tail
@@ -37,7 +39,8 @@ class Node:
     steps: int = 0
     rss_bytes: int = 0
     exited: Exited | None = None
-    kill_at: float | None = None
+    killed_at: float | None = None  # when its silence made us order its end; said again since
+    kill_at: float = 0.0
 
     @property
     def alive(self) -> bool:
@@ -79,6 +82,9 @@ class Nodes:
                 node.steps, node.rss_bytes = message.steps, message.rss_bytes
             case Exited():
                 node.exited = message
+                if node.killed_at is not None and not message.word:
+                    word = f"nothing was heard of it for {self._lease_s:g} s"
+                    node.exited = replace(message, word=word)
         return []
 
     def begin(self, now: float) -> Sends:
@@ -106,8 +112,8 @@ class Nodes:
                 sends += self._order(now, node)
             # Thirty-two interpreters that load on two cores beat late for the first time.
             limit_s = self._lease_s if node.has_beaten else max(self._lease_s, START_LIMIT_S)
-            silent = now - node.beat_at > limit_s
-            if silent and (node.kill_at is None or now >= node.kill_at):
+            if now - node.beat_at > limit_s and now >= node.kill_at:
+                node.killed_at = now if node.killed_at is None else node.killed_at
                 node.kill_at = now + REPEAT_S
                 sends.append((node.agent, Kill(name, node.order.incarnation)))
         return sends
@@ -125,6 +131,16 @@ class Nodes:
                     raise LaunchError(
                         name, what, host="localhost", log_path=path, log_tail=tail(path)
                     )
+
+    def unanswered(self, now: float) -> LaunchError | None:
+        """The agent that has not ended a node for a lease: it is stopped, or cut off."""
+        for name, node in self.nodes.items():
+            if node.alive and node.killed_at is not None:
+                waited_s = now - node.killed_at
+                if waited_s > self._lease_s:
+                    what = f"does not answer: it was told to end {name} {waited_s:.0f} s ago"
+                    return LaunchError(node.agent, what, host="localhost")
+        return None
 
     def finish(self) -> Sends:
         return [(name, Finish()) for name, node in self.nodes.items() if node.alive]

@@ -87,6 +87,7 @@ class Session:
         self._outcome: Outcome | None = None
         self._hard_at: float | None = None
         self._n_signals = 0
+        self._awake_at = 0.0
 
     def run(
         self,
@@ -112,7 +113,7 @@ class Session:
             self._signals.wake = self._link.wake
             self._nodes = Nodes(make_nodes(agent), lease_s=self._lease_s)
             if not self._join():
-                return Outcome(status=self._signals.status or "interrupted")
+                return self._outcome or Outcome(status=self._signals.status)
             if make_saver is not None:
                 self._saver = make_saver(self._link.wake)
             return self._train()
@@ -126,16 +127,17 @@ class Session:
     # -------------------------------------------------------------------------------- joining
 
     def _join(self) -> bool:
-        """Until all needed nodes are ready; False if a signal came first."""
-        self._send_all(self._nodes.start(_now()))
+        """Until all needed nodes are ready; False if a signal, or the end, came first."""
+        self._awake_at = _now()
+        self._send_all(self._nodes.start(self._awake_at))
         while not self._nodes.ready:
-            if self._signals.count:
-                return False
             self._take()
+            if self._signals.count or self._outcome is not None:
+                return False
             now = _now()
             self._nodes.check_start(now, self._log_path)
             self._send_all(self._nodes.step(now))
-            if (error := self._launcher.failure()) is not None:
+            if (error := self._agent_failure(now)) is not None:
                 raise error
         self._send_all(self._nodes.begin(_now()))
         return True
@@ -152,15 +154,28 @@ class Session:
                 self._act(self._coordinator.step(now))
             self._send_all(self._nodes.step(now))
             self._heed_signals(now)
-            self._check_agent()
+            self._check_agent(now)
             self._records.tick(now, self._nodes)
         return self._outcome
 
     def _take(self) -> None:
         assert self._link is not None
         wait = min(TICK_S, max(0.0, self._coordinator.due - _now()))
-        for peer, message in self._link.receive(wait):
+        messages = self._link.receive(wait)
+        before, self._awake_at = self._awake_at, _now()
+        if self._awake_at - before > self._lease_s:
+            self._overslept(self._awake_at - before)
+            return
+        for peer, message in messages:
             self._dispatch(peer, message)
+
+    def _overslept(self, asleep_s: float) -> None:
+        """Ctrl-Z, or a machine that swaps: nobody renewed the nodes' lease, and they have ended."""
+        reason = (
+            f"this process was stopped for {asleep_s:.1f} s, longer than the lease of"
+            f" {self._lease_s:g} s: its nodes have ended by themselves"
+        )
+        self._outcome = self._outcome or Outcome(status="failed", reason=reason)
 
     def _dispatch(self, peer: Peer, message: Message) -> None:
         now = _now()
@@ -175,6 +190,7 @@ class Session:
                 if known is None or not known.alive:
                     return
                 self._nodes.receive(now, node, message)
+                message = known.exited or message
                 if self._outcome is not None or not self._nodes.ready:
                     return
                 self._records.node_died(node, message)
@@ -210,8 +226,11 @@ class Session:
             reason = "the final checkpoint was not waited for" if late else "stopped at once"
             self._outcome = Outcome(status=self._signals.status, reason=reason)
 
-    def _check_agent(self) -> None:
-        error = self._launcher.failure()
+    def _agent_failure(self, now: float) -> LaunchError | None:
+        return self._launcher.failure() or self._nodes.unanswered(now)
+
+    def _check_agent(self, now: float) -> None:
+        error = self._agent_failure(now)
         if error is not None and self._outcome is None:
             reason = f"{error.node} ended: the run cannot go on without it"
             self._outcome = Outcome(status="failed", reason=reason, error=error)

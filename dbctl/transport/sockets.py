@@ -39,9 +39,9 @@ OPTIONS: dict[int, int] = {
     zmq.MAXMSGSIZE: PIECE_BYTES + HEADER_BYTES,
     zmq.SNDHWM: 16,
     zmq.RCVHWM: 16,
-    zmq.HEARTBEAT_IVL: 2_000,
-    zmq.HEARTBEAT_TIMEOUT: 6_000,
-    zmq.HEARTBEAT_TTL: 6_000,
+    # Not libzmq's own heartbeats: they abort this process when a peer goes while its messages wait
+    # (libzmq#3937, #4364). Nodes beat by messages, and whoever is silent for a lease is given up.
+    zmq.HEARTBEAT_IVL: 0,
     zmq.HANDSHAKE_IVL: 3_000,
     zmq.LINGER: 0,
     zmq.RECONNECT_IVL: 100,

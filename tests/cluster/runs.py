@@ -243,8 +243,8 @@ class TrainRun:
 
     def story(self) -> str:
         parts = [f"== {' '.join(self._words)}\n{self.out}", f"== stderr\n{self.err}"]
-        for path in sorted((self.dir / "logs").glob("*.log")):
-            parts.append(f"== {path.name}\n{path.read_text()[-3000:]}")
+        logs = sorted((self.dir / "logs").glob("*.log"))
+        parts += [f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs]
         return "\n".join(parts)
 
     # ------------------------------------------------------------------------------- phases
