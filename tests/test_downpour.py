@@ -1,4 +1,4 @@
-"""The Downpour client (paper A, section 4.1 and appendix 7.1): alone, and over a network in memory."""
+"""The Downpour client (paper A, section 4.1, appendix 7.1): alone, and over a network in memory."""
 
 from __future__ import annotations
 

@@ -1,0 +1,133 @@
+"""The plan: which node does what, with which slice, rows, threads and memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbctl.errors import PlanError
+from dbctl.experiment.read import load
+from dbctl.experiment.specs import Experiment
+from dbctl.plan import PROCESS_BYTES, SHARD_ALIGN, NodeSpec, Plan, make_plan, shard_spans
+from dbctl.wire import Position, ShardSpan
+
+FILE = Path(__file__).parent.parent / "experiments" / "digits-downpour.yaml"
+SMALL = ("replicas=3", "shards=2", "evaluate.every=1 epoch")
+LAYERS = "network.layers=[{type: dense, units: 100, activation: tanh}, {type: dense, units: 10}]"
+SIZE = 64 * 100 + 100 + 100 * 10 + 10
+
+
+def experiment(*overrides: str) -> Experiment:
+    return load(str(FILE), [LAYERS, *SMALL, *overrides])
+
+
+def make(*overrides: str, **changes: Any) -> Plan:
+    given_ = {"rows": 100, "test_rows": 20, "cores": 8} | changes
+    return make_plan(experiment(*overrides), **given_)
+
+
+def test_every_node_has_its_place() -> None:
+    plan = make()
+    assert [(n.node, n.role, n.replica) for n in plan.nodes] == [
+        ("shard-0", "shard", 0),
+        ("shard-1", "shard", 0),
+        ("worker-0.0", "worker", 0),
+        ("worker-1.0", "worker", 1),
+        ("worker-2.0", "worker", 2),
+        ("evaluator-0", "evaluator", 0),
+    ]
+    assert [n.node for n in plan.of_role("worker")] == ["worker-0.0", "worker-1.0", "worker-2.0"]
+    assert plan.n_parameters == SIZE
+
+
+def test_rows_are_shared_out_within_one() -> None:
+    assert make().rows == (34, 33, 33)
+    assert make(rows=2).rows == (1, 1, 0)
+
+
+@given(st.integers(1, 5000), st.integers(1, 40))
+def test_shards_cover_the_parameters_once_in_balance(n_parameters: int, shards: int) -> None:
+    """Paper A, section 4.1: each of N machines applies updates to 1/N of the parameters."""
+    spans = shard_spans(n_parameters, shards)
+    assert spans[0].start == 0
+    assert spans[-1].stop == n_parameters
+    assert all(a.stop == b.start for a, b in pairwise(spans))
+    assert all(span.start % SHARD_ALIGN == 0 for span in spans)
+    assert [span.node for span in spans] == [f"shard-{i}" for i in range(len(spans))]
+    sizes = [span.stop - span.start for span in spans]
+    assert min(sizes) > 0  # what would hold nothing is left out
+    assert len(spans) == min(shards, -(-n_parameters // SHARD_ALIGN))
+    assert max(sizes) - min(sizes) <= 2 * SHARD_ALIGN
+
+
+def test_threads_are_the_cores_shared_out_or_what_was_said() -> None:
+    def threads(plan: Plan) -> list[int]:
+        return [node.threads for node in plan.nodes]
+
+    assert threads(make(cores=8)) == [1, 1, 2, 2, 2, 1]
+    assert threads(make(cores=2)) == [1] * 6
+    assert threads(make("threads=3", cores=2)) == [1, 1, 3, 3, 3, 1]
+    assert threads(make("threads=3", threads=4)) == [1, 1, 4, 4, 4, 1]
+
+
+def test_bytes_a_step_follow_n_fetch_and_n_push() -> None:
+    assert make("optimizer.n_fetch=2", "optimizer.n_push=4").bytes_a_step() == (
+        4 * SIZE // 2,
+        4 * SIZE // 4,
+    )
+
+
+def test_memory_counts_buffers_state_and_rows() -> None:
+    shard, _, worker, _, _, evaluator = make().nodes
+    half = make().shards[0].stop
+    # Three buffers of parameters, and Adagrad's sums twice: the copy that a cut hands out.
+    assert shard.memory_bytes == PROCESS_BYTES + half * 4 * (3 + 2)
+    more = make(rows=200).of_role("worker")[0]
+    assert more.memory_bytes - worker.memory_bytes == (67 - 34) * 64 * 4
+    assert evaluator.memory_bytes == PROCESS_BYTES + 4 * (SIZE + 20 * 64)
+
+
+def test_nothing_is_measured_without_a_test_split_or_with_evaluate_off() -> None:
+    assert make("evaluate.every=off").of_role("evaluator") == []
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(PlanError, match="no rows"):
+        make(rows=0)
+    with pytest.raises(PlanError, match=r"partition\.count is 2"):
+        make("partition.count=2")
+
+
+def test_the_text_of_the_plan() -> None:
+    lines = list(make().lines())
+    assert lines[0] == "parameters  7,510 in 4 tensors"
+    assert lines[1] == "a step      fetches 29.3 KiB and pushes 29.3 KiB a replica"
+    assert lines[2] == "rows        34, 33, 33 (one figure a replica)"
+    assert lines[3] == ""
+    assert [line.split()[0] for line in lines[4:]] == ["node", *(n.node for n in make().nodes)]
+    assert lines[5].startswith("shard-0       localhost         1")
+    assert lines[5].endswith("parameters [0, 3760)")
+    assert lines[-1].endswith("measures 20 rows every 1 epoch")
+
+
+def test_a_node_spec_goes_through_json() -> None:
+    spec = NodeSpec(
+        run="r",
+        node="worker-1.0",
+        role="worker",
+        incarnation=2,
+        runtime="/x",
+        agent="ipc:///x/a",
+        lease_s=10.0,
+        threads=1,
+        experiment="{}",
+        shards=(ShardSpan("shard-0", 0, 5),),
+        position=Position(3, 1, 0),
+    )
+    assert msgspec.json.decode(msgspec.json.encode(spec), type=NodeSpec) == spec
