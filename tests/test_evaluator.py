@@ -1,0 +1,194 @@
+"""The evaluator: fetches from every shard, gives back at once, then measures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dbctl.roles.base import NEVER, NOW, Array, Done, Effects, Send, Tally
+from dbctl.roles.evaluator import WINDOW, Evaluator
+from dbctl.roles.shard import CONTROLLER
+from dbctl.wire import (
+    Evaluate,
+    Evaluated,
+    Fetch,
+    Filed,
+    Finish,
+    Hello,
+    Loss,
+    Params,
+    Peer,
+    Predictions,
+    Return,
+    ShardSpan,
+    Welcome,
+)
+
+SHARDS = (ShardSpan("shard-0", 0, 2), ShardSpan("shard-1", 2, 3))
+BOSS = Peer(CONTROLLER, 1)
+
+
+class Counted:
+    """Each batch is one row whose loss is the sum of the parameters."""
+
+    n_parameters = 3
+    n_batches = 2
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, int]] = []
+        self._loss, self._rows = 0.0, 0
+
+    def begin(self, part: int, of: int) -> int:
+        self.begun.append((part, of))
+        self._loss, self._rows = 0.0, 0
+        return self.n_batches
+
+    def measure(
+        self, index: int, parameters: Array, *, number: int, predictions: bool
+    ) -> Predictions | None:
+        self._loss += float(parameters.sum())
+        self._rows += 1
+        piece = Predictions(number, index, (index,), (1.0,), (1.0,), (0.5,))
+        return piece if predictions else None
+
+    def tally(self) -> Tally:
+        return Tally(self._loss, self._rows, 1, 2, 10, (1, 0, 0, 1))
+
+
+def make(*, welcomed: bool = True) -> tuple[Evaluator, Counted]:
+    measure = Counted()
+    evaluator = Evaluator(measure, SHARDS, dtype="float64")
+    assert evaluator.start(0.0) == [Send("shard-0", Hello(1)), Send("shard-1", Hello(1))]
+    if welcomed:
+        for shard in ("shard-0", "shard-1"):
+            assert evaluator.receive(0.0, Peer(shard, 1), Welcome(1, 0, 0)) == []
+    return evaluator, measure
+
+
+def asked(evaluator: Evaluator, number: int = 1, **fields: Any) -> Effects:
+    assert evaluator.receive(0.0, BOSS, Evaluate(number, **fields)) == []
+    return evaluator.step(0.0)
+
+
+def answer(evaluator: Evaluator, shard: int, values: list[float], **fields: int) -> None:
+    given = {"number": 1, "handout": 1, "version": 5} | fields
+    span = SHARDS[shard]
+    params = Params(term=1, holds=0, start=span.start, payload=np.array(values), **given)
+    assert evaluator.receive(0.0, Peer(span.node, 1), params) == []
+
+
+def finish(evaluator: Evaluator) -> Effects:
+    effects: Effects = []
+    while evaluator.due == NOW:
+        effects += evaluator.step(0.0)
+    return effects
+
+
+def test_it_waits_for_every_welcome_before_it_asks() -> None:
+    evaluator, _ = make(welcomed=False)
+    assert asked(evaluator) == []
+    evaluator.receive(0.0, Peer("shard-0", 1), Welcome(1, 0, 0))
+    assert evaluator.due > NOW
+    evaluator.receive(0.0, Peer("shard-1", 1), Welcome(1, 0, 0))
+    assert evaluator.step(0.0) == [
+        Send("shard-0", Fetch(1, 1, 0, 0)),
+        Send("shard-1", Fetch(1, 1, 0, 0)),
+    ]
+
+
+def test_it_gives_back_before_it_measures_and_answers_with_sums() -> None:
+    evaluator, measure = make()
+    assert len(asked(evaluator, part=1, of=3)) == 2
+    answer(evaluator, 0, [1, 2], version=5)
+    assert evaluator.due > NOW  # one is missing
+    answer(evaluator, 1, [4], version=7, handout=9)
+    assert evaluator.step(0.0) == [Send("shard-0", Return(1)), Send("shard-1", Return(9))]
+    assert measure.begun == [(1, 3)]
+    assert evaluator.step(0.0) == []
+    evaluated = Evaluated(1, 1, 7, Loss(14.0, 2), 1, 2, 10, (1, 0, 0, 1))
+    assert evaluator.step(0.0) == [Send(CONTROLLER, evaluated)]
+    assert evaluator.due > NOW
+
+
+def test_predictions_come_batch_by_batch_before_the_answer() -> None:
+    evaluator, _ = make()
+    asked(evaluator, predictions=True)
+    answer(evaluator, 0, [0, 0])
+    answer(evaluator, 1, [0])
+    assert kinds(finish(evaluator)) == [Predictions, Predictions]
+    evaluator.receive(0.0, BOSS, Filed(1, 1))
+    assert evaluator.due > NOW  # the answer waits until every piece has come
+    evaluator.receive(0.0, BOSS, Filed(1, 2))
+    assert kinds(finish(evaluator)) == [Evaluated]
+
+
+def kinds(effects: Effects) -> list[type]:
+    return [type(e.message) for e in effects if isinstance(e, Send) and e.to == CONTROLLER]
+
+
+def test_a_window_of_pieces_is_out_and_said_again_until_they_are_filed() -> None:
+    evaluator, measure = make()
+    measure.n_batches = WINDOW + 3
+    asked(evaluator, predictions=True)
+    answer(evaluator, 0, [0, 0])
+    answer(evaluator, 1, [0])
+    assert kinds(finish(evaluator)) == [Predictions] * WINDOW
+    assert kinds(evaluator.step(0.5)) == [Predictions] * WINDOW
+    evaluator.receive(0.5, BOSS, Filed(1, 2))
+    evaluator.receive(0.5, BOSS, Filed(1, 1))  # late
+    evaluator.receive(0.5, BOSS, Filed(9, 99))  # of another evaluation
+    assert kinds(finish(evaluator)) == [Predictions] * 2
+    evaluator.receive(0.5, BOSS, Filed(1, 6))
+    assert kinds(finish(evaluator)) == [Predictions]
+    evaluator.receive(0.5, BOSS, Filed(1, WINDOW + 3))
+    assert kinds(finish(evaluator)) == [Evaluated]
+
+
+def test_a_repeated_request_starts_nothing_and_the_answer_is_said_again() -> None:
+    evaluator, measure = make()
+    asked(evaluator)
+    assert asked(evaluator) == []
+    answer(evaluator, 0, [0, 0])
+    answer(evaluator, 1, [0])
+    last = finish(evaluator)[-1]
+    assert asked(evaluator) == []
+    assert measure.begun == [(0, 1)]
+    assert last in evaluator.step(0.5)
+    assert last in evaluator.step(1.5)
+
+
+def test_the_next_request_ends_the_repeats() -> None:
+    evaluator, measure = make()
+    asked(evaluator)
+    answer(evaluator, 0, [0, 0])
+    answer(evaluator, 1, [0])
+    last = finish(evaluator)[-1]
+    assert len(asked(evaluator, 2)) == 2
+    assert last not in evaluator.step(5.0)
+    answer(evaluator, 0, [1, 1], number=2, handout=2)
+    answer(evaluator, 1, [1], number=2, handout=2)
+    [evaluated] = [e for e in finish(evaluator) if isinstance(e, Send) and e.to == CONTROLLER]
+    assert isinstance(evaluated.message, Evaluated)
+    assert (evaluated.message.number, evaluated.message.loss) == (2, Loss(6.0, 2))
+    assert len(measure.begun) == 2
+
+
+def test_a_newer_request_replaces_one_that_is_under_way() -> None:
+    evaluator, _ = make()
+    asked(evaluator, 1)
+    answer(evaluator, 0, [0, 0])
+    evaluator.receive(0.0, BOSS, Evaluate(2))
+    answer(evaluator, 1, [0])
+    [evaluated] = [e for e in finish(evaluator) if isinstance(e, Send) and e.to == CONTROLLER]
+    assert isinstance(evaluated.message, Evaluated)
+    assert evaluated.message.number == 2
+    assert evaluator.receive(0.0, BOSS, Evaluate(1)) == []  # late
+    assert evaluator.due > NOW
+
+
+def test_finish_is_the_end_and_nobody_else_is_heard() -> None:
+    evaluator, _ = make()
+    assert evaluator.receive(0.0, BOSS, Finish()) == [Done("finished")]
+    assert evaluator.receive(0.0, Peer("stranger", 1), Welcome(9, 0, 0)) == []
+    assert evaluator.due == NEVER
