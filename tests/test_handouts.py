@@ -1,4 +1,4 @@
-"""Hand-outs and parameter buffers: what is in somebody's hands is not written (docs/protocol.md)."""
+"""Hand-outs and parameter buffers: what is in somebody's hands is not written."""
 
 from __future__ import annotations
 

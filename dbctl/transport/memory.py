@@ -75,7 +75,7 @@ class SharedBuffer:
         self._array = self._array[:0].copy()
 
 
-def _flat(mapped: mmap.mmap, dtype: str, n_elements: int, offset_bytes: int = 0) -> Array:
+def _flat(mapped: mmap.mmap, dtype: str, n_elements: int, *, offset_bytes: int = 0) -> Array:
     import numpy as np  # not above: an agent maps nothing, and starts without it
 
     return np.frombuffer(mapped, dtype, n_elements, offset_bytes)
@@ -187,7 +187,7 @@ class Mappings:
         maps.move_to_end(key)
         if len(maps) > self.max_per_peer:
             maps.popitem(last=False)
-        return _flat(mapped, shared.dtype, shared.n_elements, shared.offset_bytes)
+        return _flat(mapped, shared.dtype, shared.n_elements, offset_bytes=shared.offset_bytes)
 
     def forget(self, peer: Peer) -> None:
         """That incarnation is over: its memory may go once nobody here holds an array of it."""
