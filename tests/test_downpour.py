@@ -410,6 +410,12 @@ def test_the_first_push_at_or_after_the_marked_step_carries_the_mark_once() -> N
     assert [(p.position.step, p.mark) for p in more] == [(9, 0)]
 
 
+def test_a_mark_for_the_very_step_of_a_push_goes_with_it() -> None:
+    worker = Worker(n_push=2, n_fetch=100, slots=8)
+    [fetch] = only(Fetch, worker.join(until=6, mark=1, mark_step=3))
+    assert [p.mark for p in only(Push, worker.answer(fetch))] == [0, 1, 0]
+
+
 def test_the_last_grant_pushes_what_is_unpushed_and_finishes_when_all_is_acknowledged() -> None:
     worker = Worker(n_push=5, n_fetch=100)
     [fetch] = only(Fetch, worker.join(until=3, last=True))

@@ -286,7 +286,9 @@ def test_a_fetch_waits_until_the_push_that_it_names_was_applied() -> None:
     assert shard.receive(0.0, A, Fetch(1, 1, 2, 0)) == []
     assert len(pushed(shard, A, push(1))) == 1  # only an Ack
     pushed(shard, B, push(1))
-    ack, answer = pushed(shard, A, push(2))
+    assert shard.receive(0.0, A, push(2)) == []
+    assert shard.receive(0.0, A, Fetch(1, 1, 2, 0)) == []  # it has come, but is not applied
+    ack, answer = shard.step(0.0)
     assert ack == Send("worker-0.0", Ack(1, 2, 3))
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Params)
