@@ -36,12 +36,13 @@ def evaluate(*, run_dir: str, as_json: bool, predictions: str | None, **options:
     request = run.Request(predictions=where, **options)
     status, found = run.evaluate(run_dir, request, warn=display.warn)
     if found is not None:
-        for line in [_json(found)] if as_json else _lines(found):
+        for line in [json_line(found)] if as_json else lines(found):
             click.echo(line)
     return EXIT_CODES[status]
 
 
-def _json(found: Evaluation) -> str:
+def json_line(found: Evaluation) -> str:
+    """One JSON object; what is not measured, or is no number, is null."""
     from dataclasses import asdict
 
     from dbctl.progress.text import to_json
@@ -49,7 +50,8 @@ def _json(found: Evaluation) -> str:
     return json.dumps(to_json(asdict(found)), allow_nan=False)
 
 
-def _lines(found: Evaluation) -> Iterator[str]:
+def lines(found: Evaluation) -> Iterator[str]:
+    """For people: figures, a table of classes and, where it fits, the confusion matrix."""
     yield escape_line(
         f"{found.run_dir}: step {found.step:,}, {found.examples:,} rows of the {found.split} split"
     )

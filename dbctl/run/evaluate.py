@@ -8,6 +8,8 @@ row each; what they count is summed, so each row counts once for any number of t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from dbctl.checkpoint.layout import step_of
 from dbctl.checkpoint.reader import Checkpoint, list_checkpoints, newest_good, open_checkpoint
 from dbctl.checkpoint.writer import ASIDE
 from dbctl.data.sources import Source, check, open_source
-from dbctl.errors import DbctlError, RunError, UsageError
+from dbctl.errors import DbctlError, LaunchError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import Experiment, StopSpec
 from dbctl.launch.base import make_runtime
@@ -41,7 +43,7 @@ from dbctl.rundir import RunDir, open_
 from dbctl.wire import Exited
 
 Split = Literal["train", "test"]
-MAX_TRIES = 3
+MAX_TRIES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,20 +97,44 @@ def evaluate(
     DbctlError where it cannot begin or does not come to its end. `warn` gets what is to be said of
     checkpoints that are not good.
     """
-    with Signals() as signals:
-        run_dir = open_(Path(path))
-        experiment = load(str(run_dir.resolved))
-        for last in (False,) * (MAX_TRIES - 1) + (True,):
-            checkpoint = _choose(run_dir, request, warn)
-            check_network(checkpoint, experiment)
-            task = _Task(run_dir, experiment, request, checkpoint=checkpoint)
-            try:
-                return task.run(signals, lease_s=lease_s)
-            except DbctlError:
-                # A run that is going on may have removed it meanwhile: `checkpoint: keep`.
-                if last or request.step is not None or checkpoint.path.exists():
-                    raise
-        raise AssertionError("the last try returns or raises")
+    logs = tempfile.mkdtemp(prefix="dbctl-eval-")
+    try:
+        with Signals() as signals:
+            found = _evaluate(
+                open_(Path(path)), request, signals, logs=logs, warn=warn, lease_s=lease_s
+            )
+    except (LaunchError, RunError):
+        with contextlib.suppress(OSError):
+            os.rmdir(logs)  # only if it is empty: what is said may name a log
+        raise
+    except BaseException:
+        shutil.rmtree(logs, ignore_errors=True)
+        raise
+    shutil.rmtree(logs, ignore_errors=True)
+    return found
+
+
+def _evaluate(
+    run_dir: RunDir,
+    request: Request,
+    signals: Signals,
+    *,
+    logs: str,
+    warn: Callable[[str], None],
+    lease_s: float,
+) -> tuple[str, Evaluation | None]:
+    experiment = load(str(run_dir.resolved))
+    for last in (False,) * (MAX_TRIES - 1) + (True,):
+        checkpoint = _choose(run_dir, request, warn)
+        check_network(checkpoint, experiment)
+        task = _Task(run_dir, experiment, request, checkpoint=checkpoint)
+        try:
+            return task.run(signals, logs=logs, lease_s=lease_s)
+        except DbctlError:
+            # A run that is going on may have removed it meanwhile: `checkpoint: keep`.
+            if last or request.step is not None or checkpoint.path.exists():
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 def _choose(run_dir: RunDir, request: Request, warn: Callable[[str], None]) -> Checkpoint:
@@ -157,7 +183,7 @@ class _Task:
         check(source, self._experiment.network)
         return source
 
-    def run(self, signals: Signals, *, lease_s: float) -> tuple[str, Evaluation | None]:
+    def run(self, signals: Signals, *, logs: str, lease_s: float) -> tuple[str, Evaluation | None]:
         with ExitStack() as stack:
             predictions = None
             if self._request.predictions is not None:
@@ -166,12 +192,10 @@ class _Task:
                     self._request.predictions, self._source.rows, labelled=labelled
                 )
                 predictions = stack.enter_context(file)
-            logs = tempfile.mkdtemp(prefix="dbctl-eval-")
             records = _Records(predictions)
             outcome = self._session(signals, records, logs=logs, lease_s=lease_s)
             if outcome.status == "failed":
                 raise RunError(str(outcome.error or outcome.reason))
-            shutil.rmtree(logs, ignore_errors=True)
             if outcome.status != "done":
                 return outcome.status, None
             assert records.measured is not None
@@ -196,7 +220,9 @@ class _Task:
             run=run,
             runtime=runtime,
             launcher=launcher,
-            coordinator=Coordinator(_coordinator_start(plan, request)),
+            coordinator=Coordinator(
+                evaluation_start(plan, predictions=request.predictions is not None)
+            ),
             records=records,
             signals=signals,
             lease_s=lease_s,
@@ -233,7 +259,8 @@ class _Task:
         )
 
 
-def _coordinator_start(plan: Plan, request: Request) -> CoordinatorStart:
+def evaluation_start(plan: Plan, *, predictions: bool) -> CoordinatorStart:
+    """A coordinator that has nobody train: it measures once and is done."""
     return CoordinatorStart(
         workers={},
         parts={},
@@ -241,7 +268,7 @@ def _coordinator_start(plan: Plan, request: Request) -> CoordinatorStart:
         evaluators=[node.node for node in plan.of_role("evaluator")],
         stop=StopSpec(),
         save=False,
-        predictions=request.predictions is not None,
+        predictions=predictions,
     )
 
 
