@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -20,12 +20,19 @@ Activation = Literal["sigmoid", "tanh", "relu", "linear"]
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSpec:
-    """`init`: glorot, he or a uniform half-width; None: he for relu, else glorot. Biases are 0."""
+    """`init`: glorot, he or a uniform half-width; None: he for relu, else glorot. Biases are 0.
+
+    `cut`: how partitions share the layer; None: whichever sends less (model/cut.py).
+    """
+
+    # The axes of the layer's nodes that are the first axes of each of its tensors.
+    tensor_axes: ClassVar[tuple[int, ...]] = (0,)
 
     type: Literal["dense"] = "dense"
     units: Annotated[int, Ge(1)]
     activation: Activation = "linear"
     init: Literal["glorot", "he"] | Annotated[float, Gt(0)] | None = None
+    cut: Literal["outputs", "inputs"] | None = None
 
     def output_shape(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the layer's nodes on an input of shape `inputs`: (units,)."""

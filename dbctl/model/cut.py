@@ -1,0 +1,263 @@
+"""Which partition of a replica owns, needs, holds and sends what (paper A, section 3).
+
+Rules of this file: integers only, no numpy. Level 0 is the network's input, level l the outputs of
+layer l - 1. Theory of operation: for every level the partitions' boxes cover the nodes once. A
+layer cut by its outputs computes the outputs that it owns from the inputs they need; whatever of
+those another partition owns is sent here, each node state at most once a phase; backward is the
+transpose. A dense layer may be cut by its inputs instead: each partition multiplies the inputs that
+it owns, and the partial sums are sent to whoever owns the outputs. Layer by layer the cheaper way
+is taken. Inputs of the network are read from the data by whoever needs them: they are never sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Literal
+
+from dbctl.errors import PlanError
+from dbctl.model.network import LayerSpec, NetworkSpec, node_shapes, tensors
+from dbctl.model.tensor import Tensor
+from dbctl.region import Box, Range
+
+Way = Literal["outputs", "inputs"]
+Grid = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one tensor's elements, held by one partition at `range` of the flat vector.
+
+    `view` is the tensor's shape in which the box is taken: (units, *inputs) for a dense weight.
+    """
+
+    partition: int
+    layer: int
+    tensor: Tensor
+    view: tuple[int, ...]
+    box: Box
+    range: Range
+
+    def runs(self, part: Range) -> Iterator[tuple[int, Range]]:
+        """`part`, in this piece's flat range, as contiguous runs of the whole tensors' vector.
+
+        Yields (start in the vector of whole tensors, range in the cut vector), in order.
+        """
+        inner = 1
+        axis = len(self.view)
+        while axis > 0 and self.box.shape[axis - 1] == self.view[axis - 1]:
+            axis -= 1
+            inner *= self.view[axis]
+        if axis > 0:
+            axis -= 1
+            inner *= self.box.shape[axis]
+        if inner == 0:
+            return
+        outer = [range(a, b) for a, b in list(self.box.sides())[:axis]]
+        first = self.box.starts[axis] if axis < len(self.view) else 0
+        tail = prod(self.view[axis + 1 :])
+        strides = [prod(self.view[i + 1 :]) for i in range(axis)]
+        at = self.range.start
+        for index in product(*outer):
+            run = Range(at, at + inner).intersection(part)
+            if run:
+                place = sum(i * s for i, s in zip(index, strides, strict=True)) + first * tail
+                yield self.tensor.range.start + place + run.start - at, run
+            at += inner
+
+
+@dataclass(frozen=True)
+class NetworkCut:
+    """`owned[level][partition]`; `ways[layer]`: how the layer is cut."""
+
+    spec: NetworkSpec
+    owned: tuple[tuple[Box, ...], ...]
+    ways: tuple[Way, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.owned[0])
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return node_shapes(self.spec)
+
+    def needs(self, layer: int, partition: int) -> Box:
+        """The inputs that the partition's share of a layer is computed from."""
+        if self.ways[layer] == "inputs":
+            return self.owned[layer][partition]
+        box = self.owned[layer + 1][partition]
+        shape = self.shapes[layer]
+        if not box:
+            return Box((0,) * len(shape), (0,) * len(shape))
+        return self.spec.layers[layer].input_box(shape, box)
+
+    def sent(self, layer: int, sender: int, receiver: int) -> Box:
+        """The node states of the layer's inputs that go from one partition to another, forward."""
+        if layer == 0 or sender == receiver:
+            empty = (0,) * len(self.shapes[layer])
+            return Box(empty, empty)
+        return self.owned[layer][sender].intersection(self.needs(layer, receiver))
+
+    def states_sent(self, layer: int) -> int:
+        """Node states that the layer's inputs cost an example, forward; as many go back."""
+        pairs = product(range(self.count), repeat=2)
+        return sum(len(self.sent(layer, q, p)) for q, p in pairs)
+
+    def sums_sent(self, layer: int) -> int:
+        """Partial sums that a layer cut by inputs costs an example, forward; as many go back."""
+        if self.ways[layer] != "inputs":
+            return 0
+        n_with = sum(bool(box) for box in self.owned[layer])
+        total = sum(len(box) for box in self.owned[layer + 1])
+        own = sum(
+            len(o) for i, o in zip(self.owned[layer], self.owned[layer + 1], strict=True) if i
+        )
+        return n_with * total - own
+
+    # ---------------------------------------------------------------------------- parameters
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The flat vector, partition by partition, within one layer by layer."""
+        whole = tensors(self.spec)
+        found: list[Piece] = []
+        start = 0
+        for partition in range(self.count):
+            for layer in range(len(self.spec.layers)):
+                mine = [t for t in whole if t.name.startswith(f"layers.{layer}.")]
+                for tensor in mine:
+                    view, box = self._held(layer, partition, tensor)
+                    if box:
+                        place = Range(start, start + len(box))
+                        found.append(Piece(partition, layer, tensor, view, box, place))
+                        start = place.stop
+        return tuple(found)
+
+    def pieces_of(self, partition: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.partition == partition]
+
+    def span(self, partition: int) -> Range:
+        """What a partition holds of the flat vector: one range."""
+        mine = self.pieces_of(partition)
+        if not mine:
+            before = [p.range.stop for p in self.pieces if p.partition < partition]
+            return Range(max(before, default=0), max(before, default=0))
+        return Range(mine[0].range.start, mine[-1].range.stop)
+
+    def owner_of_shared(self, layer: int) -> int | None:
+        """Who holds a layer's weights that all partitions share; None if they are not shared."""
+        spec = self.spec.layers[layer]
+        axes = spec.tensor_axes
+        boxes = [box for box in self.owned[layer + 1] if box]
+        if not axes or len(boxes) < 2:
+            return None
+        parts = {tuple((box.starts[a], box.stops[a]) for a in axes) for box in boxes}
+        if len(parts) == len(boxes):
+            return None
+        assert len(parts) == 1, f"layer {layer} shares some of its weights only"
+        having = [p for p, box in enumerate(self.owned[layer + 1]) if box]
+        return having[layer % len(having)]
+
+    def _held(self, layer: int, partition: int, tensor: Tensor) -> tuple[tuple[int, ...], Box]:
+        """The elements of a tensor that a partition holds, and the shape they are taken in."""
+        box = self.owned[layer + 1][partition]
+        empty = Box((0,) * len(tensor.shape), (0,) * len(tensor.shape))
+        if self.ways[layer] == "inputs" and tensor.kind == "weight":
+            inputs, units = self.owned[layer][partition], self.shapes[layer + 1][0]
+            view = (units, *self.shapes[layer])
+            return view, Box((0, *inputs.starts), (units, *inputs.stops))
+        owner = self.owner_of_shared(layer)
+        if not box or (owner is not None and owner != partition):
+            return tensor.shape, empty
+        axes = self.spec.layers[layer].tensor_axes
+        starts = [box.starts[a] for a in axes] + [0] * (len(tensor.shape) - len(axes))
+        stops = [box.stops[a] for a in axes] + list(tensor.shape[len(axes) :])
+        return tensor.shape, Box(tuple(starts), tuple(stops))
+
+
+# ------------------------------------------------------------------------------ choosing a cut
+
+
+def cut_network(spec: NetworkSpec, *, count: int = 1, grid: Grid | None = None) -> NetworkCut:
+    """The cut for `partition: {count}` or `{grid}`. PlanError shows the arithmetic."""
+    shapes = node_shapes(spec)
+    with_space = [shape for shape in shapes if len(shape) == 3]
+    if grid is not None:
+        return _with_ways(spec, _checked_grid(grid, with_space))
+    if count == 1 or not with_space:
+        widest = max(prod(shape) for shape in shapes[1:])
+        if count > widest:
+            raise PlanError(
+                f"partition.count is {count}, but the widest layer has {widest} nodes:"
+                f" {count - widest} partitions would own nothing"
+            )
+        return _with_ways(spec, (count, 1))
+    grids = [(r, count // r) for r in range(1, count + 1) if count % r == 0]
+    fitting = [g for g in grids if any(g[0] <= s[0] and g[1] <= s[1] for s in with_space)]
+    if not fitting:
+        rows, columns = max((s[0], s[1]) for s in with_space)
+        raise PlanError(
+            f"partition.count is {count}, but no grid of {count} fits the largest layer of"
+            f" {rows} x {columns} positions: tried {', '.join(f'{r} x {c}' for r, c in grids)}"
+        )
+    cuts = [_with_ways(spec, g) for g in fitting]
+    return min(cuts, key=lambda cut: (_imbalance(cut) > 1.5, traffic(cut)))
+
+
+def _checked_grid(grid: Grid, with_space: Sequence[tuple[int, ...]]) -> Grid:
+    if not with_space:
+        raise PlanError(
+            f"partition.grid is {list(grid)}, but no layer has rows and columns: give"
+            f" partition.count {grid[0] * grid[1]}"
+        )
+    rows, columns = max(s[0] for s in with_space), max(s[1] for s in with_space)
+    if grid[0] > rows or grid[1] > columns:
+        raise PlanError(
+            f"partition.grid is {list(grid)}, but the largest layer has {rows} rows and"
+            f" {columns} columns: {grid[0]} x {grid[1]} does not fit"
+        )
+    return grid
+
+
+def _own(shape: tuple[int, ...], grid: Grid) -> tuple[Box, ...]:
+    counts = (*grid, 1) if len(shape) == 3 else (grid[0] * grid[1],)
+    return tuple(Box.whole(shape).split(counts))
+
+
+def _with_ways(spec: NetworkSpec, grid: Grid) -> NetworkCut:
+    owned = tuple(_own(shape, grid) for shape in node_shapes(spec))
+    cut = NetworkCut(spec, owned, ("outputs",) * len(spec.layers))
+    ways: list[Way] = []
+    for layer, layer_spec in enumerate(spec.layers):
+        ways.append(_cheaper(cut, layer, layer_spec))
+    return NetworkCut(spec, owned, tuple(ways))
+
+
+def _cheaper(cut: NetworkCut, layer: int, spec: LayerSpec) -> Way:
+    """A dense layer is cut by its inputs where the partial sums are fewer than the states."""
+    if spec.type != "dense" or cut.count == 1:
+        return "outputs"
+    if spec.cut is not None:
+        return spec.cut
+    ways: tuple[Way, ...] = (*cut.ways[:layer], "inputs", *cut.ways[layer + 1 :])
+    other = NetworkCut(cut.spec, cut.owned, ways)
+    return "inputs" if other.sums_sent(layer) < cut.states_sent(layer) else "outputs"
+
+
+def traffic(cut: NetworkCut) -> int:
+    """Numbers that cross between partitions for one example of training, both phases."""
+    layers = range(len(cut.spec.layers))
+    return 2 * sum(cut.states_sent(layer) + cut.sums_sent(layer) for layer in layers)
+
+
+def _imbalance(cut: NetworkCut) -> float:
+    """The largest share of the nodes over the mean share."""
+    totals = [0] * cut.count
+    for boxes in cut.owned[1:]:
+        for partition, box in enumerate(boxes):
+            totals[partition] += len(box)
+    return max(totals) * cut.count / max(1, sum(totals))

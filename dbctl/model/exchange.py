@@ -1,0 +1,53 @@
+"""What the partitions of a replica say to each other in a pass: arrays given, arrays taken.
+
+Rules of this file: data only. A pass over a part of a network is a generator that yields `Give`
+(send these) and `Take` (go on once those are here; it is sent a dict of flat read-only arrays, one
+a partition). A key says which exchange of a pass it is: its phase and the layer or level.
+
+    states   nodes of a level to whoever needs them             forward
+    sums     partial sums of a layer cut by its inputs          forward
+    weights  shared weights, from their owner                   forward
+    max, total   the two reductions of softmax                  loss
+    deltas   gradients by the outputs of a layer cut by inputs  backward
+    back     gradients by nodes, to their owner                 backward
+    shares   partial gradients of shared weights, to the owner  backward
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+PHASES = ("states", "sums", "weights", "max", "total", "deltas", "back", "shares", "rank")
+
+
+class Key(NamedTuple):
+    phase: str
+    layer: int
+
+
+class Outbox(Protocol):
+    """Memory that a partition sends from; others map it (roles.base.Buffer)."""
+
+    @property
+    def array(self) -> Array: ...
+
+
+class Give(NamedTuple):
+    """To each partition named: the first `n_elements` of an outbox."""
+
+    key: Key
+    to: dict[int, tuple[Outbox, int]]
+
+
+class Take(NamedTuple):
+    """What the partitions `of` gave under the same key in the same pass."""
+
+    key: Key
+    of: tuple[int, ...]
+
+
+Exchange = Give | Take
