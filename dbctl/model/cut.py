@@ -230,7 +230,8 @@ def _own(shape: tuple[int, ...], grid: Grid) -> tuple[Box, ...]:
 
 def _with_ways(spec: NetworkSpec, grid: Grid) -> NetworkCut:
     owned = tuple(_own(shape, grid) for shape in node_shapes(spec))
-    cut = NetworkCut(spec, owned, ("outputs",) * len(spec.layers))
+    outputs: tuple[Way, ...] = ("outputs",) * len(spec.layers)
+    cut = NetworkCut(spec, owned, outputs)
     ways: list[Way] = []
     for layer, layer_spec in enumerate(spec.layers):
         ways.append(_cheaper(cut, layer, layer_spec))
