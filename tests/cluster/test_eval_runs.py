@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.runs import ENDLESS, TrainRun, digits, synthetic, wait_for
-from tests.cluster.test_resume import dbctl, newest, train
+from tests.cluster.test_resume_runs import dbctl, newest, train
 
 pytestmark = pytest.mark.cluster
 
