@@ -185,7 +185,8 @@ def spawn(order: Start, logs: Path) -> Child:
             fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, len(spec))
         process.stdin.write(spec)
         if order.nice:
-            os.setpriority(os.PRIO_PROCESS, process.pid, order.nice)
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, process.pid, min(19, own + order.nice))
     except BrokenPipeError:
         pass  # it is dead already: its own log says why, reap() reports it
     except OSError:
