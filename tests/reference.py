@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import sqrt
 from typing import Any
 
@@ -201,3 +201,88 @@ def serial_sgd(experiment: Experiment, steps: int) -> NDArray[np.float32]:
                 break
         epoch += 1
     return parameters
+
+
+# --------------------------------------- pooling, contrast normalisation, dropout: loops by node
+
+
+def _windows(
+    shape: tuple[int, ...], sizes: tuple[int, int], strides: tuple[int, int]
+) -> Iterator[tuple[int, int, tuple[slice, slice]]]:
+    """(row, column of the output, slices of its window) for every whole window inside `shape`."""
+    for i, top in enumerate(range(0, shape[0] - sizes[0] + 1, strides[0])):
+        for j, left in enumerate(range(0, shape[1] - sizes[1] + 1, strides[1])):
+            yield i, j, (slice(top, top + sizes[0]), slice(left, left + sizes[1]))
+
+
+def pooled(x: Array, kind: str, sizes: tuple[int, int], *, strides: tuple[int, int]) -> Array:
+    """x (rows, columns, maps, n) pooled, window by window."""
+    found: dict[tuple[int, int], Array] = {}
+    for i, j, window in _windows(x.shape, sizes, strides):
+        values = x[window].reshape(-1, *x.shape[2:])
+        found[i, j] = {
+            "max": lambda v: v.max(axis=0),
+            "mean": lambda v: v.sum(axis=0) / len(v),
+            "l2": lambda v: np.sqrt((v * v).sum(axis=0)),
+        }[kind](values)
+    rows, columns = (1 + max(index) for index in zip(*found, strict=True))
+    return np.array([[found[i, j] for j in range(columns)] for i in range(rows)])
+
+
+def pooled_back(
+    x: Array, dy: Array, kind: str, *, sizes: tuple[int, int], strides: tuple[int, int]
+) -> Array:
+    """The gradient by x, one number of dy after another."""
+    dx, y = np.zeros_like(x), pooled(x, kind, sizes, strides=strides)
+    for i, j, window in _windows(x.shape, sizes, strides):
+        for m, b in np.ndindex(x.shape[2:]):
+            values = x[window][:, :, m, b]
+            if kind == "max":
+                share = np.zeros(values.size)
+                share[int(np.argmax(values.ravel()))] = 1  # of equal ones the first
+                share = share.reshape(values.shape)
+            elif kind == "mean":
+                share = np.ones(values.shape) / values.size
+            else:
+                share = values / y[i, j, m, b] if y[i, j, m, b] else np.zeros(values.shape)
+            dx[window][:, :, m, b] += share * dy[i, j, m, b]
+    return dx
+
+
+def contrast_normalised(x: Array, window: int, floor: float) -> Array:
+    """Jarrett et al. 2009: v = x - sum w x, y = v / max(floor, sqrt(sum w v^2)), by positions."""
+    v = np.empty_like(x)
+    for j, k in np.ndindex(x.shape[:2]):
+        v[j, k] = x[j, k] - _window_mean(x, j, k, window=window)
+    y = np.empty_like(x)
+    for j, k in np.ndindex(x.shape[:2]):
+        y[j, k] = v[j, k] / np.maximum(floor, np.sqrt(_window_mean(v * v, j, k, window=window)))
+    return y
+
+
+def _window_mean(x: Array, j: int, k: int, *, window: int) -> Array:
+    """The mean (n,) over the window about (j, k) within the image and all maps, by Gaussian."""
+    radius, total, weights = window // 2, np.zeros(x.shape[-1]), 0.0
+    for p in range(max(0, j - radius), min(x.shape[0], j + radius + 1)):
+        for q in range(max(0, k - radius), min(x.shape[1], k + radius + 1)):
+            weight = math.exp(-((p - j) ** 2 + (q - k) ** 2) / (2 * (window / 4) ** 2))
+            for m in range(x.shape[2]):
+                total += weight * x[p, q, m]
+                weights += weight
+    return total / weights
+
+
+def dropped(label: str, *, nodes: int, rows: int, batch_size: int, rate: float) -> Array:
+    """The factors (nodes, rows) of dropout, one word of the stream after another."""
+    key = hashlib.blake2b(label.encode(), digest_size=16).digest()
+    bits = np.random.Philox(key=int.from_bytes(key, "little"))
+    factors = np.zeros((nodes, rows))
+    for node in range(nodes):
+        halves: list[int] = []
+        while len(halves) < batch_size:
+            word = int(bits.random_raw())
+            halves += [word % 2**32, word // 2**32]
+        for row in range(rows):
+            if halves[row] >= rate * 2**32:
+                factors[node, row] = 1 / (1 - rate)
+    return factors

@@ -40,6 +40,7 @@ from dbctl.experiment.specs import (
 )
 from dbctl.experiment.tree import MAX_BYTES, resolve_scalar
 from dbctl.model.layers.dense import DenseSpec
+from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import NetworkSpec
 from dbctl.optim.rules import AdagradRuleSpec, AdamRuleSpec, MomentumRuleSpec, SgdRuleSpec
 from dbctl.optim.schedules import ScheduleSpec
@@ -392,7 +393,8 @@ def test_each_required_key_removed(old: str, key: str) -> None:
         (
             "replicas: 2",
             "rate: 2",
-            "14:1: rate: unknown key here; it belongs under `optimizer.rule`",
+            "14:1: rate: unknown key here; it belongs under `network.layers` or under "
+            "`optimizer.rule`",
         ),
         ("replicas: 2", "n_push: 2", "unknown key here; it belongs under `optimizer`"),
         (
@@ -593,6 +595,65 @@ def test_one_key_against_another(old: str, new: str, said: str) -> None:
     assert said in only(changed(old, new))
 
 
+FIRST_LAYER = [
+    (
+        "{type: pool, kind: max, size: [2, 9]}",
+        "network.layers.0.size: expected a window within the 8 columns below, found 9: "
+        "(8 - 9) / 9 + 1 is less than 1",
+    ),
+    (
+        "{type: pool, kind: mean, size: 9, stride: 4}",
+        "network.layers.0.size: expected a window within the 8 rows below, found 9: "
+        "(8 - 9) / 4 + 1 is less than 1",
+    ),
+    ("{type: lcn, window: 4}", "network.layers.0.window: expected an odd number, found 4; write 3"),
+    ("{type: pool, kind: min}", "network.layers.0.kind: expected one of `max`, `mean`, `l2`"),
+    ("{type: pool, kind: max, size: 0}", "network.layers.0.size: expected a whole number"),
+    ("{type: dropout, rate: 1}", "network.layers.0.rate: expected a number greater than 0"),
+]
+
+
+@pytest.mark.parametrize(("layer", "said"), FIRST_LAYER)
+def test_a_layer_that_cannot_stand_on_the_nodes_below(layer: str, said: str) -> None:
+    assert said in only(changed("{type: dense, units: 256, activation: sigmoid}", layer))
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (
+            "[{type: dense, units: 9}, {type: lcn}, {type: dense, units: 2}]",
+            "network.layers.1.type: expected rows, columns and maps below lcn, found [9]",
+        ),
+        (
+            "[{type: dense, units: 9}, {type: pool, kind: l2}, {type: dense, units: 2}]",
+            "network.layers.1.type: expected rows, columns and maps below pool, found [9]",
+        ),
+        (
+            "[{type: pool, kind: max, size: 5}, {type: pool, kind: max}, {type: dense, units: 2}]",
+            "network.layers.1.size: expected a window within the 1 rows below, found 2",
+        ),
+        ("[{type: lcn}, {type: dropout}]", "network.layers: expected a layer with parameters"),
+    ],
+)
+def test_layers_one_on_another(layers: str, said: str) -> None:
+    lines = EXAMPLE.splitlines(keepends=True)
+    lines[8:11] = [f"  layers: {layers}\n"]
+    assert said in only("".join(lines))
+
+
+def test_all_layers_together_are_taken_and_written_again() -> None:
+    lines = EXAMPLE.splitlines(keepends=True)
+    stack = (
+        "{type: lcn, window: 3}, {type: pool, kind: max, size: [2, 3], stride: 1}, {type: dropout}"
+    )
+    lines[8:11] = [f"  layers: [{stack}, {{type: dense, units: 10}}]\n"]
+    experiment = parse("".join(lines))
+    assert experiment.network.layers[1] == PoolSpec(kind="max", size=(2, 3), stride=1)
+    assert from_json(to_json(experiment)) == experiment
+    assert parse(to_yaml(experiment)) == experiment
+
+
 def test_both_splits_are_standardized_or_none() -> None:
     text = changed("split: train}", "split: train, standardize: true}")
     assert "6:10: data.test.standardize: expected true as in data.train, found false" in only(text)
@@ -670,7 +731,10 @@ def test_an_override_mends_the_file() -> None:
     [
         ("replcas=4", "--set replcas=4: replcas: unknown key; did you mean `replicas`?"),
         ("optimizer.n_psh=4", "optimizer.n_psh: unknown key; did you mean `n_push`?"),
-        ("rate=4", "rate: unknown key here; it belongs under `optimizer.rule`"),
+        (
+            "rate=4",
+            "rate: unknown key here; it belongs under `network.layers` or under `optimizer.rule`",
+        ),
         ("replicas=x", "--set replicas=x: replicas: expected a whole number of at least 1"),
         ('replicas="2"', "write it without quotes"),
         ("replicas.x=2", "replicas: expected a whole number of at least 1, found a mapping"),

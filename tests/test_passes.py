@@ -12,6 +12,8 @@ from reference import check_gradient, dense_network
 
 from dbctl.model.initial import initial_values
 from dbctl.model.layers.dense import DenseSpec
+from dbctl.model.layers.lcn import LcnSpec
+from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import NetworkSpec, n_parameters
 from dbctl.model.passes import Network
 from dbctl.region import Range
@@ -143,6 +145,27 @@ def test_another_length_dtype_or_too_many_rows_is_a_programming_error() -> None:
         network.gradient(parameters, x, labels, out=np.empty((2 * len(out)), "float32")[::2])
     with pytest.raises(AssertionError):
         network.gradient(parameters, np.zeros((24, 6), "float32"), labels, out=out)
+
+
+@pytest.mark.parametrize("first", ["pool", "lcn"])
+def test_a_network_with_rows_and_columns_has_the_gradient_of_a_difference(first: str) -> None:
+    """7 x 6 over windows of 2 leaves a row over. Rows-first data is a view there too."""
+    pool = PoolSpec(kind="l2", size=2)
+    layers = (pool, LcnSpec(window=3)) if first == "pool" else (LcnSpec(window=3), pool)
+    dense = DenseSpec(units=9, activation="tanh")
+    spec = NetworkSpec(input=(7, 6, 2), layers=(*layers, dense, DenseSpec(units=3)), loss="softmax")
+    network = Network(spec, batch_size=4, dtype="float64")
+    rng = np.random.default_rng(0)
+    parameters = initial_values(spec, 1, Range(0, n_parameters(spec)), dtype="float64")
+    x, labels = rng.standard_normal((84, 4)), rng.integers(0, 3, 4)
+    gradient, scratch = np.empty((2, network.n_parameters))
+    network.gradient(parameters, x, labels, out=gradient)
+    check_gradient(
+        lambda at: network.gradient(at, x, labels, out=scratch) / 4, gradient, parameters
+    )
+    rows_first = np.ascontiguousarray(x.T).T
+    network.gradient(parameters, rows_first, labels, out=scratch)
+    np.testing.assert_allclose(scratch, gradient, rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------- measurement

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from dbctl.model.initial import initial_values
+from dbctl.model.kernels.pool import Pool
 from dbctl.model.layers.dense import DenseSpec
+from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import NetworkSpec, n_parameters, tensors
 from dbctl.model.passes import Network
-from dbctl.region import Range
+from dbctl.region import Box, Range
 
 ROWS = 64
 FUNCTIONS = {
@@ -67,3 +69,34 @@ def test_loss_and_gradient_of_784_512_256_10_agree(activation: str, loss: str) -
         mine = gradient[tensor.range.slice()].reshape(tensor.shape)
         tolerance = 1e-5 * np.abs(expected).max()
         np.testing.assert_allclose(mine, expected, rtol=0, atol=tolerance, err_msg=tensor.name)
+
+
+def torch_pool(spec: PoolSpec, x: torch.Tensor) -> torch.Tensor:
+    """`x` is (n, maps, rows, columns)."""
+    if spec.kind == "max":
+        return torch.nn.functional.max_pool2d(x, spec.sizes, spec.strides)
+    if spec.kind == "mean":
+        return torch.nn.functional.avg_pool2d(x, spec.sizes, spec.strides)
+    return torch.nn.functional.lp_pool2d(x, 2, spec.sizes, spec.strides)
+
+
+@pytest.mark.parametrize("kind", ["max", "mean", "l2"])
+@pytest.mark.parametrize(("size", "stride"), [(2, None), (3, 2), ((2, 3), (3, 1))])
+def test_pooling_and_its_gradient_agree(kind: str, size, stride) -> None:
+    """With ties in max, which torch gives to the first by rows too."""
+    spec = PoolSpec(kind=kind, size=size, stride=stride)
+    rng = np.random.default_rng(0)
+    x = rng.integers(1, 6, (9, 8, 4, 5)).astype(np.float32)
+    shape = spec.output_shape(x.shape[:3])
+    layer = Pool(spec, x.shape[:3], Box.whole(shape), batch_size=5, dtype="float32")
+    dy = rng.standard_normal((*shape, 5)).astype(np.float32)
+    seen, dx = layer.input_box.slices(), np.zeros_like(x)
+    out = np.empty_like(dy)
+    layer.forward([], x[seen], out)
+
+    theirs = torch.tensor(x.transpose(3, 2, 0, 1).copy(), requires_grad=True)
+    y = torch_pool(spec, theirs)
+    y.backward(torch.tensor(dy.transpose(3, 2, 0, 1).copy()))
+    np.testing.assert_allclose(out.transpose(3, 2, 0, 1), y.detach().numpy(), rtol=1e-6)
+    layer.backward([], x[seen], out, delta=dy, gradients=[], dx=dx[seen])
+    np.testing.assert_allclose(dx.transpose(3, 2, 0, 1), theirs.grad.numpy(), rtol=1e-5, atol=1e-6)

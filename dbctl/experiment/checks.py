@@ -14,6 +14,7 @@ from unicodedata import category
 from dbctl.experiment.specs import EvaluateSpec, StopSpec
 from dbctl.experiment.tree import Path
 from dbctl.optim.schedules import ScheduleSpec
+from dbctl.region import Box
 
 Values = dict[Path, Any]
 
@@ -104,6 +105,32 @@ def _replicas(values: Values) -> Iterator[Fault]:
         yield Fault(("replicas",), message)
 
 
+def _shapes(values: Values) -> Iterator[Fault]:
+    """Each layer on the nodes of the one below; the first that cannot stand hides those above."""
+    shape, path = values.get(("network", "input")), ("network", "layers")
+    if shape is None:
+        return
+    n_tensors = 0
+    index = 0
+    while (layer := values.get((*path, str(index)))) is not None:
+        fault = layer.fault(shape)
+        if fault is not None:
+            key, message = fault
+            yield Fault((*path, str(index), key), message)
+            return
+        nodes = layer.output_shape(shape)
+        n_tensors += len(layer.tensors(shape, Box.whole(nodes)))
+        shape = nodes
+        index += 1
+    if path not in values:
+        return
+    if n_tensors == 0:
+        yield Fault(path, "expected a layer with parameters, such as dense, found none")
+    elif len(shape) != 1:
+        message = f"expected outputs in one row, found nodes of shape {list(shape)} at the end"
+        yield Fault((*path, str(index - 1), "type"), f"{message}; add a dense layer")
+
+
 def _loss(values: Values) -> Iterator[Fault]:
     loss, layers = values.get(("network", "loss")), values.get(("network", "layers"))
     if loss not in ("softmax", "logistic") or not layers:
@@ -126,5 +153,6 @@ _CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     _stop,
     _evaluation,
     _replicas,
+    _shapes,
     _loss,
 )

@@ -13,12 +13,25 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, MinLen
 
+from dbctl.model.layers.conv2d import Conv2dSpec
 from dbctl.model.layers.dense import DenseSpec
+from dbctl.model.layers.dropout import DropoutSpec
+from dbctl.model.layers.lcn import LcnSpec
+from dbctl.model.layers.local2d import Local2dSpec
+from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.tensor import Tensor
 from dbctl.region import Box, Range
 
-LayerSpec = DenseSpec  # a union, one member a layer family
-LAYER_SPECS = {"dense": DenseSpec}
+# A union with one member a layer family.
+LayerSpec = DenseSpec | Conv2dSpec | Local2dSpec | PoolSpec | LcnSpec | DropoutSpec
+LAYER_SPECS = {
+    "dense": DenseSpec,
+    "conv2d": Conv2dSpec,
+    "local2d": Local2dSpec,
+    "pool": PoolSpec,
+    "lcn": LcnSpec,
+    "dropout": DropoutSpec,
+}
 
 LossName = Literal["softmax", "logistic", "squared"]
 

@@ -12,20 +12,64 @@ are not finite raise nothing here: they show in the loss or the gradient, which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dbctl.model.buffer import Buffer
+from dbctl.model.kernels.conv2d import Conv2d
 from dbctl.model.kernels.dense import Dense
+from dbctl.model.kernels.dropout import Dropout
+from dbctl.model.kernels.lcn import Lcn
+from dbctl.model.kernels.local2d import Local2d
+from dbctl.model.kernels.pool import Pool
+from dbctl.model.layers.dropout import Draw
 from dbctl.model.losses import LOSSES, are_labels, loss_gradient
 from dbctl.model.network import NetworkSpec, node_shapes, tensors
+from dbctl.model.tensor import LayerTensor
 from dbctl.region import Box
 
 Array = NDArray[Any]
 
-KERNELS = {"dense": Dense}
+
+class Kernel(Protocol):
+    """What a layer computes on the output nodes `box`; dbctl/model/kernels has one class a family.
+
+    x, out and dx have the shapes of `input_box`, `box` and `input_box`, and then n.
+    """
+
+    input_box: Box
+    tensors: tuple[LayerTensor, ...]
+
+    def __init__(
+        self, spec: Any, inputs: tuple[int, ...], box: Box, *, batch_size: int, dtype: str
+    ) -> None: ...
+
+    def forward(self, parameters: Sequence[Array], x: Array, out: Array) -> None: ...
+
+    def backward(
+        self,
+        parameters: Sequence[Array],
+        x: Array,
+        out: Array,
+        *,
+        delta: Array,
+        gradients: Sequence[Array],
+        dx: Array | None,
+    ) -> None: ...
+
+
+KERNELS: dict[str, type[Kernel]] = {
+    "dense": Dense,
+    "conv2d": Conv2d,
+    "local2d": Local2d,
+    "pool": Pool,
+    "lcn": Lcn,
+    "dropout": Dropout,
+}
 
 
 class Measurement(NamedTuple):
@@ -60,26 +104,37 @@ class Network:
         self.n_parameters = self.tensors[-1].range.stop
         self.batch_size = batch_size
         self.dtype = np.dtype(dtype)
+        self._input = shapes[0]
         self._layers = [
             KERNELS[layer.type](layer, inputs, Box.whole(nodes), batch_size=batch_size, dtype=dtype)
             for layer, inputs, nodes in zip(spec.layers, shapes, shapes[1:], strict=False)
         ]
         self._loss = LOSSES[spec.loss](prod(shapes[-1]), batch_size=batch_size, dtype=dtype)
         # Each layer's outputs and the gradient by them; pages cost memory once they are written.
-        self._outputs = [_Buffer(shape, batch_size, dtype=dtype) for shape in shapes[1:]]
-        self._deltas = [_Buffer(shape, batch_size, dtype=dtype) for shape in shapes[1:]]
+        self._outputs = [Buffer(shape, batch_size, dtype=dtype) for shape in shapes[1:]]
+        self._deltas = [Buffer(shape, batch_size, dtype=dtype) for shape in shapes[1:]]
+        # What of its inputs a layer sees: a border that no window reaches is left out.
+        self._seen = [layer.input_box.slices() for layer in self._layers]
+        self._partial = [
+            layer.input_box != Box.whole(shape)
+            for layer, shape in zip(self._layers, shapes, strict=False)
+        ]
 
-    def gradient(self, parameters: Array, x: Array, targets: Array, *, out: Array) -> float:
+    def gradient(
+        self, parameters: Array, x: Array, targets: Array, *, out: Array, draw: Draw | None = None
+    ) -> float:
         """Writes the gradient of the rows' mean loss into every element of `out`.
 
-        Returns the sum of the rows' losses. Accumulation (n_push > 1) is a pass of its own,
-        `dbctl.optim.gradients.accrue_and_step`. Measured with the finite check, 784-1024-1024-10,
-        batch 100, gradient alone = 1.00: one pass 1.13, after each tensor 1.11, after each 256 rows
-        of a weight 1.12, inside the products (sgemm with beta = 1) 1.09 to 1.14.
+        `draw` says which nodes dropout drops; None: none. Returns the sum of the rows' losses.
+
+        Accumulation (n_push > 1) is a pass of its own, `dbctl.optim.gradients.accrue_and_step`.
+        Measured with the finite check, 784-1024-1024-10, batch 100, gradient alone = 1.00: one pass
+        1.13, after each tensor 1.11, after each 256 rows of a weight 1.12, inside the products
+        (sgemm with beta = 1) 1.09 to 1.14.
         """
         with np.errstate(all="ignore"):
             views = self._views(parameters)
-            nodes = self._forward(views, x)
+            nodes = self._forward(views, x, draw)
             delta = self._deltas[-1].rows(x.shape[-1])
             np.copyto(delta, nodes[-1])
             loss_sum = loss_gradient(self._loss, delta, targets)
@@ -92,7 +147,7 @@ class Network:
         A view of a buffer: valid until the next call.
         """
         with np.errstate(all="ignore"):
-            return self._forward(self._views(parameters), x)[-1]
+            return self._forward(self._views(parameters), x, None)[-1]
 
     def measure(self, parameters: Array, x: Array, targets: Array) -> Measurement:
         """Loss and accuracy at `parameters`, in one forward pass."""
@@ -119,15 +174,17 @@ class Network:
         views = iter(flat[t.range.slice()].reshape(t.shape) for t in self.tensors)
         return [[next(views) for _ in layer.tensors] for layer in self._layers]
 
-    def _forward(self, parameters: list[list[Array]], x: Array) -> list[Array]:
+    def _forward(self, parameters: list[list[Array]], x: Array, draw: Draw | None) -> list[Array]:
         """The network's input and each layer's outputs."""
         n = x.shape[-1]
         assert 1 <= n <= self.batch_size, f"{n} rows for a batch of {self.batch_size}"
         assert x.dtype == self.dtype, f"{x.dtype}, not {self.dtype}"
-        nodes = [x]
-        for layer, views, buffer in zip(self._layers, parameters, self._outputs, strict=True):
-            out = buffer.rows(n)
-            layer.forward(views, nodes[-1], out)
+        nodes = [x.reshape(*self._input, n)]
+        for index, layer in enumerate(self._layers):
+            if isinstance(layer, Dropout):
+                layer.draw(draw.label(index) if draw else None, n)
+            out = self._outputs[index].rows(n)
+            layer.forward(parameters[index], nodes[-1][self._seen[index]], out)
             nodes.append(out)
         return nodes
 
@@ -141,29 +198,20 @@ class Network:
     ) -> None:
         """Downwards from `delta`, the gradient by the last layer's outputs."""
         for index in reversed(range(len(self._layers))):
-            dx = self._deltas[index - 1].rows(delta.shape[-1]) if index else None
+            below = self._deltas[index - 1].rows(delta.shape[-1]) if index else None
+            seen = self._seen[index]
+            if below is not None and self._partial[index]:
+                below[...] = 0
             self._layers[index].backward(
                 parameters[index],
-                nodes[index],
+                nodes[index][seen],
                 nodes[index + 1],
                 delta=delta,
                 gradients=gradients[index],
-                dx=dx,
+                dx=None if below is None else below[seen],
             )
-            if dx is not None:
-                delta = dx
-
-
-class _Buffer:
-    """Memory for (nodes, batch) from which fewer rows are taken without a stride."""
-
-    def __init__(self, shape: tuple[int, ...], batch_size: int, *, dtype: str) -> None:
-        self._shape = shape
-        self._nodes = prod(shape)
-        self._flat = np.zeros(self._nodes * batch_size, dtype)
-
-    def rows(self, n: int) -> Array:
-        return self._flat[: self._nodes * n].reshape(*self._shape, n)
+            if below is not None:
+                delta = below
 
 
 def _ranks(z: Array, labels: Array) -> Array:

@@ -7,6 +7,7 @@ a shard loads no data, a worker no optimiser state.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from dbctl.data.sources import open_source
 from dbctl.experiment.resolve import from_json
 from dbctl.experiment.specs import DownpourSpec, Experiment, SgdSpec, SourceSpec
 from dbctl.model.initial import initial_values
-from dbctl.model.network import NetworkSpec, tensors
+from dbctl.model.layers.dropout import Draw
+from dbctl.model.network import NetworkSpec, node_shapes, tensors
 from dbctl.model.passes import Network
 from dbctl.optim.schedules import rate_at
 from dbctl.optim.updates import make_rule
@@ -183,7 +185,8 @@ class NetworkGradient:
             )
         indices = batch_rows(self._order, at.index, self._batch_size)
         x, targets = self._batches.take(indices), self._rows.targets(indices)
-        loss_sum = self._network.gradient(parameters, x, targets, out=out)
+        draw = Draw(self._seed, self._replica, at.step)
+        loss_sum = self._network.gradient(parameters, x, targets, out=out, draw=draw)
         return BatchResult(loss_sum, len(indices))
         yield  # a generator: the partitions of a cut replica exchange boxes here
 
@@ -197,7 +200,7 @@ class NetworkMeasure:
         self._batches = _Batches(rows, EVALUATION_BATCH)
         self._indices: Array = np.empty(0, np.int64)
         self._labelled = rows.kind == "labels"
-        self._classes = network.layers[-1].output_shape(())[0]
+        self._classes = prod(node_shapes(network)[-1])
         self.begin(0, 1)
 
     @property

@@ -34,6 +34,10 @@ class DenseSpec:
     init: Literal["glorot", "he"] | Annotated[float, Gt(0)] | None = None
     cut: Literal["outputs", "inputs"] | None = None
 
+    def fault(self, inputs: tuple[int, ...]) -> tuple[str, str] | None:
+        """(key, message) where the layer cannot stand on nodes of shape `inputs`: never."""
+        return None
+
     def output_shape(self, inputs: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the layer's nodes on an input of shape `inputs`: (units,)."""
         return (self.units,)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from dbctl.model.layers.dense import Activation
-from dbctl.model.layers.window import Axis, Padding
+from dbctl.model.layers.window import Axis, Padding, pair
 from dbctl.model.tensor import Initial, weight_initial
 from dbctl.region import Box
 
@@ -35,12 +35,12 @@ class FilterSpec:
     @property
     def kernels(self) -> tuple[int, int]:
         """Rows and columns of a filter."""
-        return _pair(self.kernel)
+        return pair(self.kernel)
 
     @property
     def strides(self) -> tuple[int, int]:
         """Rows and columns between the windows of neighbours."""
-        return _pair(self.stride)
+        return pair(self.stride)
 
     def axes(self, inputs: tuple[int, ...]) -> tuple[Axis, Axis]:
         """The windows by rows and by columns."""
@@ -86,7 +86,3 @@ class FilterSpec:
         init = self.init or ("he" if self.activation == "relu" else "glorot")
         window = rows * columns
         return weight_initial(init, fan_in=window * inputs[2], fan_out=window * self.maps)
-
-
-def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else value

@@ -55,3 +55,8 @@ class Axis(NamedTuple):
     def zeros_before(self, start: int) -> int:
         """How many of the inputs that output `start` sees lie before the input's first."""
         return max(0, self.before - start * self.stride)
+
+
+def pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    """(rows, columns) of a key that takes one number for both."""
+    return (value, value) if isinstance(value, int) else value
