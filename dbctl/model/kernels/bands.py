@@ -3,12 +3,11 @@
 Rules of dbctl/model/kernels/dense.py. Theory of operation, with a kernel of k rows and j columns,
 C maps below and R rows of outputs in the box:
 
-A column of output positions sees a *band* of the input, j columns wide. Copied to memory of its own
-as (rows, j C, n), the window of output row r is its rows r stride to r stride + k: contiguous, k j C
-x n, in the order of the weights. So all windows of the column are one strided view that overlaps
-itself, and what they compute is one batched product. What is copied is an input's value k / stride
-times less than into a matrix of patches, which is never built. Padding is rows and columns of zeros
-in the band.
+A column of output positions sees a *band* of the input, j columns wide. Copied to memory of its
+own as (rows, j C, n), the window of output row r is its rows r stride to r stride + k: contiguous,
+k j C x n, in the order of the weights. So all windows of the column are one strided view that
+overlaps itself, and what they compute is one batched product. That copies k / stride times less
+than a matrix of patches, which is never built. Padding is rows and columns of zeros in the band.
 
 The gradient by the weights is a product over the batch. OpenBLAS multiplies two matrices four
 times faster than a matrix and a transpose of such shapes, so the input is turned once, and the band
