@@ -316,6 +316,8 @@ def _new_directory(root: Path, name: str, now: datetime | None) -> Path:
 
 
 def _given_directory(path: Path) -> Path:
+    if re.search("[\ud800-\udfff]", str(path)):  # records name it, and are UTF-8
+        raise UsageError(f"{path}: has bytes that are not UTF-8; give another --run-dir")
     if path.exists():
         if not path.is_dir():
             raise UsageError(f"{path}: not a directory; give --run-dir a new or an empty one")

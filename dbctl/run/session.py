@@ -162,20 +162,22 @@ class Session:
         assert self._link is not None
         wait = min(TICK_S, max(0.0, self._coordinator.due - _now()))
         messages = self._link.receive(wait)
-        before, self._awake_at = self._awake_at, _now()
-        if self._awake_at - before > self._lease_s:
-            self._overslept(self._awake_at - before)
+        if self._overslept(_now()):
             return
         for peer, message in messages:
             self._dispatch(peer, message)
 
-    def _overslept(self, asleep_s: float) -> None:
+    def _overslept(self, now: float) -> bool:
         """Ctrl-Z, or a machine that swaps: nobody renewed the nodes' lease, and they have ended."""
+        asleep_s, self._awake_at = now - self._awake_at, now
+        if asleep_s <= self._lease_s:
+            return False
         reason = (
             f"this process was stopped for {asleep_s:.1f} s, longer than the lease of"
             f" {self._lease_s:g} s: its nodes have ended by themselves"
         )
         self._outcome = self._outcome or Outcome(status="failed", reason=reason)
+        return True
 
     def _dispatch(self, peer: Peer, message: Message) -> None:
         now = _now()
@@ -230,6 +232,8 @@ class Session:
         return self._launcher.failure() or self._nodes.unanswered(now)
 
     def _check_agent(self, now: float) -> None:
+        if self._overslept(now):
+            return
         error = self._agent_failure(now)
         if error is not None and self._outcome is None:
             reason = f"{error.node} ended: the run cannot go on without it"

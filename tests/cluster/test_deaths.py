@@ -22,7 +22,7 @@ SAVES = {"every": "0.2 s"}
 
 def test_a_killed_replica_is_left_out(tmp_path: Path) -> None:
     """One of three: the others go on to the end, and it is said what was left out."""
-    experiment = digits(replicas=3, stop={"steps": 3000})
+    experiment = digits(replicas=3, stop={"steps": 2000})
     with TrainRun(tmp_path, experiment) as run:
         run.reach("train")
         victim = run.processes()["worker-1.0"]
@@ -39,10 +39,10 @@ def test_a_killed_replica_is_left_out(tmp_path: Path) -> None:
         last = {r["node"]: r["step"] for r in run.metrics("worker")}
         assert last["worker-0.0"] > 2 * last["worker-1.0"]
         finished = run.metrics("finished")[-1]
-        assert (finished["status"], finished["steps"]) == ("done", 3000)
+        assert (finished["status"], finished["steps"]) == ("done", 2000)
         assert finished["test_accuracy"] > 0.9
         # Its last steps may be applied and never reported: the shards' table knows them.
-        assert [step // 100 for step in run.checkpoints()] == [30]
+        assert [step // 100 for step in run.checkpoints()] == [20]
 
 
 def test_fewer_than_min_replicas_is_a_failed_run_that_can_be_resumed(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_a_shard_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
 
 def test_a_killed_evaluator_is_a_warning(tmp_path: Path) -> None:
-    with TrainRun(tmp_path, digits(stop={"steps": 3000})) as run:
+    with TrainRun(tmp_path, digits(stop={"steps": 2000})) as run:
         run.reach("train")
         kill(run.node("evaluator-0"))
         assert run.finish() == 0
         assert "evaluator-0 was killed by SIGKILL" in run.err
-        assert run.metrics("finished")[-1]["steps"] == 3000
-        assert run.checkpoints() == [3000]
+        assert run.metrics("finished")[-1]["steps"] == 2000
+        assert run.checkpoints() == [2000]
 
 
 def test_a_killed_evaluator_where_only_it_would_end_the_run(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_killed_controller_takes_everything_with_it(tmp_path: Path, phase: str
         run.process.kill()
         run.rest(ORPHANED_S)
         assert run.process.returncode == -signal.SIGKILL
-        assert not any(state(pid) for pid in before.values())
+        assert all(state(pid) in ("", "Z") for pid in before.values())
         if phase == "checkpoint":
             assert run.checkpoints()
 
