@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,8 @@ from dbctl.model.initial import initial_values
 from dbctl.model.kernels.dropout import BLOCK, Dropout
 from dbctl.model.layers.dense import DenseSpec
 from dbctl.model.layers.dropout import Draw, DropoutSpec
+from dbctl.model.layers.lcn import LcnSpec
+from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import NetworkSpec, n_parameters
 from dbctl.model.passes import Network
 from dbctl.region import Box, Range
@@ -158,3 +162,33 @@ def test_measuring_between_steps_drops_nothing_and_changes_nothing() -> None:
     assert first.tobytes() == second.tobytes() != plain.tobytes()
     net.gradient(parameters, x, labels, out=second, draw=Draw(1, 2, 4))
     assert first.tobytes() != second.tobytes()
+
+
+def test_a_pass_without_a_draw_for_its_rows_is_a_programming_error() -> None:
+    layer = Dropout(DropoutSpec(), (4,), Box.whole((4,)), batch_size=3, dtype="float64")
+    with pytest.raises(AssertionError):
+        layer.forward([], np.ones((4, 3)), np.empty((4, 3)))
+    layer.draw(LABEL, 3)
+    with pytest.raises(AssertionError):
+        layer.forward([], np.ones((4, 2)), np.empty((4, 2)))
+
+
+def test_a_step_allocates_no_array_of_the_size_of_a_layer() -> None:
+    layers = (
+        LcnSpec(window=5),
+        PoolSpec(kind="l2", size=3, stride=2),
+        DropoutSpec(),
+        PoolSpec(kind="max"),
+        DenseSpec(units=2),
+    )
+    spec = NetworkSpec(input=(30, 30, 20), layers=layers, loss="softmax")
+    network = Network(spec, batch_size=50)
+    parameters = initial_values(spec, 1, Range(0, n_parameters(spec)))
+    x = np.random.default_rng(0).random((18_000, 50), np.float32)
+    out, labels = np.empty_like(parameters), np.zeros(50, np.int64)
+    network.gradient(parameters, x, labels, out=out, draw=Draw(1, 1, 1))
+    tracemalloc.start()
+    network.gradient(parameters, x, labels, out=out, draw=Draw(1, 1, 2))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 14 * 14 * 20 * 50 * 4 / 2, peak

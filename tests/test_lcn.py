@@ -51,9 +51,10 @@ def test_it_is_the_loop_over_the_definition(shape, window: int) -> None:
 
 @st.composite
 def cases(draw):
+    """Floors at which dy / floor, which may cancel, is not so great that its rounding shows."""
     shape = tuple(draw(st.integers(1, most)) for most in (12, 11, 3))
     spec = LcnSpec(
-        window=draw(st.sampled_from([1, 3, 5, 7])), floor=draw(st.sampled_from([1e-2, 0.3]))
+        window=draw(st.sampled_from([1, 3, 5, 7])), floor=draw(st.sampled_from([0.1, 0.3]))
     )
     return spec, shape, draw(st.tuples(*[st.integers(1, 3)] * 3)), draw(st.integers(1, BATCH))
 

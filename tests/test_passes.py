@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from reference import check_gradient, dense_network
 
 from dbctl.model.initial import initial_values
+from dbctl.model.layers.conv2d import Conv2dSpec
 from dbctl.model.layers.dense import DenseSpec
 from dbctl.model.layers.lcn import LcnSpec
 from dbctl.model.layers.pool import PoolSpec
@@ -81,6 +82,22 @@ def test_short_mini_batches_use_the_buffers_and_leave_nothing_behind(sizes: list
         assert used.outputs(parameters, x).flags.c_contiguous
         _, expected, _ = dense_network(spec, parameters.astype(float), x.T.astype(float), labels)
         np.testing.assert_allclose(mine, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_border_that_a_pool_drops_has_no_gradient_whatever_was_there_before() -> None:
+    """In a shorter mini-batch it lies where the last one had nodes that a window saw."""
+    layers = (Conv2dSpec(maps=2, kernel=2), PoolSpec(kind="mean"), DenseSpec(units=3))
+    spec = NetworkSpec(input=(6, 6, 1), layers=layers, loss="softmax")
+    used = Network(spec, batch_size=5)
+    rng = np.random.default_rng(0)
+    parameters = initial_values(spec, 1, Range(0, n_parameters(spec)))
+    for rows in (5, 3, 4):
+        x = rng.standard_normal((36, rows)).astype("float32")
+        labels = rng.integers(0, 3, rows)
+        mine, fresh = np.full((2, used.n_parameters), np.nan, "float32")
+        used.gradient(parameters, x, labels, out=mine)
+        Network(spec, batch_size=5).gradient(parameters, x, labels, out=fresh)
+        assert mine.tobytes() == fresh.tobytes()
 
 
 def test_rows_first_data_may_be_given_as_a_transposed_view() -> None:

@@ -47,10 +47,11 @@ class Dropout:
         self._runs = list(_runs(inputs, box))
         self._mask = Buffer(box.shape, batch_size, dtype=dtype)
         self._drawn = False
+        self._n = 0  # rows that the last draw was for
 
     def draw(self, label: str | None, n: int) -> None:
         """The mask of n rows from the stream `label`; None: no node is dropped."""
-        self._drawn = label is not None
+        self._drawn, self._n = label is not None, n
         if label is None:
             return
         mask = self._mask.rows(n).reshape(-1, n)
@@ -62,8 +63,10 @@ class Dropout:
 
     def forward(self, parameters: Sequence[Array], x: Array, out: Array) -> None:
         """Writes `x` (box, n) times the mask into `out`; without a draw, `x` itself."""
+        n = x.shape[-1]
+        assert n == self._n, f"{n} rows, but the mask was drawn for {self._n}"
         if self._drawn:
-            np.multiply(x, self._mask.rows(x.shape[-1]), out=out)
+            np.multiply(x, self._mask.rows(n), out=out)
         else:
             np.copyto(out, x)
 

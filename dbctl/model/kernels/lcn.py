@@ -11,8 +11,8 @@ w is a Gaussian of deviation window / 4, the same for each map, cut at the image
 
 Theory of operation: a cut Gaussian of sum 1 is the product of one over rows and one over columns,
 each a banded matrix B. So a weighted sum is a sum over maps and two small matrix products, on a box
-a slice of B, and its gradient the same with B transposed. On arrays with maps the work is one pass,
-a row at a time:
+a slice of B, and its gradient the same with B transposed. Sums over maps are by einsum, 1.5 to 15
+times as fast as `add.reduce`, and without an array of products:
 
     s = B sum_m x, v = x - s, t = B sum_m v^2, d = max(floor, sqrt(t)), y = v / d
     dt = -(sum_m dy y) / d^2 where sqrt(t) > floor, else 0      (B has 1/maps, halves cancel)
@@ -32,6 +32,9 @@ from dbctl.model.layers.lcn import LcnSpec
 from dbctl.region import Box
 
 Array = NDArray[Any]
+
+SUM = "rcmn->rcn"
+SUM_OF_PRODUCTS = "rcmn,rcmn->rcn"
 
 
 class Lcn:
@@ -58,7 +61,6 @@ class Lcn:
         self._v = buffer(*centred.shape)  # kept from forward to backward, as are the next two
         self._deviation = buffer(*box.shape[:2])
         self._inverse = buffer(*box.shape[:2])
-        self._scratch = buffer(*centred.shape[1:])
         self._of_input = buffer(*self.input_box.shape[:2])
         self._of_centred = buffer(*centred.shape[:2])
         self._of_box = buffer(*box.shape[:2])
@@ -67,18 +69,14 @@ class Lcn:
     def forward(self, parameters: Sequence[Array], x: Array, out: Array) -> None:
         """Writes the normalised nodes into `out`, the box's shape and n. `x` is (input box, n)."""
         n = x.shape[-1]
-        v, scratch = self._v.rows(n), self._scratch.rows(n)
+        v = self._v.rows(n)
         deviation, inverse = self._deviation.rows(n), self._inverse.rows(n)
         sums, mean = self._of_input.rows(n), self._of_centred.rows(n)
-        np.add.reduce(x, axis=2, out=sums)
+        np.einsum(SUM, x, out=sums)
         self._mean.forward(sums, mean)
-        centre = x[self._rows, self._columns]
-        for x_row, v_row, mean_row in zip(centre, v, mean, strict=True):
-            np.subtract(x_row, mean_row[:, None], out=v_row)
-            np.multiply(v_row, v_row, out=scratch)
-            # The mean of this row is used up: its place takes the sum of squares.
-            np.add.reduce(scratch, axis=1, out=mean_row)
-        self._square.forward(mean, deviation)
+        np.subtract(x[self._rows, self._columns], mean[:, :, None], out=v)
+        squares = np.einsum(SUM_OF_PRODUCTS, v, v, out=mean)  # the mean is used up
+        self._square.forward(squares, deviation)
         np.sqrt(deviation, out=deviation)
         np.maximum(deviation, self._floor, out=deviation)
         np.divide(1.0, deviation, out=inverse)
@@ -96,7 +94,7 @@ class Lcn:
     ) -> None:
         """Writes the gradient by `x` into `dx`, unless that is None (first layer).
 
-        `out` is what `forward` wrote, last and on these `x`; `delta` the gradient by it; both are
+        `out` is what `forward` wrote, last and on these `x`; `delta` the gradient by it, which is
         destroyed.
         """
         if dx is None:
@@ -112,17 +110,16 @@ class Lcn:
         np.multiply(v, d_square[:, :, None], out=dv)
         own = dv[self._own]
         np.add(own, delta, out=own)
-        np.add.reduce(dv, axis=2, out=d_square)
+        np.einsum(SUM, dv, out=d_square)
         self._mean.backward(d_square, sums)
         np.subtract(dx, sums[:, :, None], out=dx)
 
     def _d_variance(self, out: Array, delta: Array) -> Array:
-        """-(sum_m dy y) / d^2, and 0 where d is the floor. Destroys `out`."""
+        """-(sum_m dy y) / d^2, and 0 where d is the floor."""
         n = out.shape[-1]
         deviation, inverse = self._deviation.rows(n), self._inverse.rows(n)
         found, mask = self._of_box.rows(n), self._mask.rows(n)
-        np.multiply(out, delta, out=out)
-        np.add.reduce(out, axis=2, out=found)
+        np.einsum(SUM_OF_PRODUCTS, out, delta, out=found)
         np.greater(deviation, self._floor, out=mask)
         np.multiply(found, mask, out=found)
         np.multiply(found, inverse, out=found)
