@@ -13,7 +13,8 @@ import msgspec
 
 from dbctl.errors import PlanError
 from dbctl.experiment.specs import DownpourSpec, Experiment
-from dbctl.model.network import node_shapes, tensors
+from dbctl.model.cut import NetworkCut, cut_network
+from dbctl.model.network import tensors
 from dbctl.model.tensor import Tensor
 from dbctl.region import Range
 from dbctl.wire import BEGINNING, Position, ShardSpan
@@ -45,6 +46,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[ShardSpan, ...]
     replica: int = 0
     partition: int = 0
+    partners: tuple[tuple[int, str], ...] = ()  # the other partitions' nodes
     restore: str = ""
     statistics: str = ""  # standardize: the run directory's file of means and deviations
     position: Position = BEGINNING
@@ -63,11 +65,13 @@ class NodePlan:
     memory_bytes: int
     what: str
     replica: int = 0
+    partition: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     experiment: Experiment
+    cut: NetworkCut
     tensors: tuple[Tensor, ...]
     shards: tuple[ShardSpan, ...]
     nodes: tuple[NodePlan, ...]
@@ -79,6 +83,16 @@ class Plan:
 
     def of_role(self, role: str) -> list[NodePlan]:
         return [node for node in self.nodes if node.role == role]
+
+    def replica_of(self, number: int) -> list[NodePlan]:
+        """The workers of a replica in the order of their partitions."""
+        return [node for node in self.of_role("worker") if node.replica == number]
+
+    def held_by(self, partition: int) -> tuple[ShardSpan, ...]:
+        """What a partition shares with each shard: one range where they meet."""
+        mine = self.cut.span(partition)
+        both = ((s.node, Range(s.start, s.stop).intersection(mine)) for s in self.shards)
+        return tuple(ShardSpan(node, r.start, r.stop) for node, r in both if r)
 
     def bytes_a_step(self) -> tuple[int, int]:
         """Bytes that one replica fetches and pushes for one step, on average."""
@@ -109,11 +123,6 @@ def make_plan(
     `threads` of a worker: the experiment's, the user's OMP_NUM_THREADS, or the cores shared out.
     PlanError says what does not fit, with the arithmetic.
     """
-    if experiment.partition.count != 1:
-        raise PlanError(
-            f"partition.count is {experiment.partition.count}, expected 1: this version does not "
-            "cut a replica"
-        )
     if rows < 1:
         raise PlanError("data.train has no rows: nothing can be trained")
     replicas = experiment.replicas
@@ -121,15 +130,19 @@ def make_plan(
     n_parameters = layout[-1].range.stop
     spans = shard_spans(n_parameters, experiment.shards)
     share = tuple(len(range(r, rows, replicas)) for r in range(replicas))
-    per_worker = threads or experiment.threads or max(1, cores // replicas)
+    cut = cut_network(
+        experiment.network, count=experiment.partition.count, grid=experiment.partition.grid
+    )
+    per_worker = threads or experiment.threads or max(1, cores // (replicas * cut.count))
     return Plan(
         experiment=experiment,
+        cut=cut,
         tensors=layout,
         shards=spans,
         nodes=(
             *_shard_nodes(experiment, spans),
-            *_worker_nodes(experiment, n_parameters, share, threads=per_worker),
-            *_evaluator_nodes(experiment, n_parameters, test_rows),
+            *_worker_nodes(experiment, cut, share, threads=per_worker),
+            *_training_evaluator(experiment, cut, test_rows),
         ),
         rows=share,
     )
@@ -138,22 +151,20 @@ def make_plan(
 def make_evaluation_plan(experiment: Experiment, *, rows: int, evaluators: int) -> Plan:
     """The plan of `dbctl eval`: shards, and evaluators that share `rows`; nobody trains."""
     layout = tensors(experiment.network)
-    n_parameters = layout[-1].range.stop
-    spans = shard_spans(n_parameters, experiment.shards)
-    memory = (n_parameters + rows * _features(experiment)) * ITEM_BYTES
+    spans = shard_spans(layout[-1].range.stop, experiment.shards)
+    cut = cut_network(
+        experiment.network, count=experiment.partition.count, grid=experiment.partition.grid
+    )
     measuring = (
-        NodePlan(
-            node=f"evaluator-{part}",
-            role="evaluator",
-            host="localhost",
-            threads=1,
-            memory_bytes=PROCESS_BYTES + memory,
-            what=f"measures {len(range(part, rows, evaluators)):,} rows",
-        )
+        node
         for part in range(evaluators)
+        for node in _evaluator_nodes(
+            experiment, cut, rows, number=part, what=f"{len(range(part, rows, evaluators)):,} rows"
+        )
     )
     return Plan(
         experiment=experiment,
+        cut=cut,
         tensors=layout,
         shards=spans,
         nodes=(*_shard_nodes(experiment, spans), *measuring),
@@ -182,41 +193,55 @@ def _shard_nodes(experiment: Experiment, spans: Sequence[ShardSpan]) -> Iterator
 
 
 def _worker_nodes(
-    experiment: Experiment, n_parameters: int, share: Sequence[int], *, threads: int
+    experiment: Experiment, cut: NetworkCut, share: Sequence[int], *, threads: int
 ) -> Iterator[NodePlan]:
     optimizer = experiment.optimizer
     slots = optimizer.slots if isinstance(optimizer, DownpourSpec) else 2
     n_push = optimizer.n_push if isinstance(optimizer, DownpourSpec) else 1
     vectors = 1 + slots + (n_push > 1)
-    activations = 2 * optimizer.batch_size * _widths(experiment)
     features = _features(experiment)
     for replica, rows in enumerate(share):
-        memory = (n_parameters * vectors + activations + rows * features) * ITEM_BYTES
-        yield NodePlan(
-            node=f"worker-{replica}.0",
-            role="worker",
-            host="localhost",
-            threads=threads,
-            memory_bytes=PROCESS_BYTES + memory,
-            what=f"replica {replica}, {rows:,} rows",
-            replica=replica,
-        )
+        for partition in range(cut.count):
+            nodes = sum(len(boxes[partition]) for boxes in cut.owned[1:])
+            held = len(cut.span(partition)) * vectors + 2 * optimizer.batch_size * nodes
+            of = f", partition {partition} of {cut.count}" if cut.count > 1 else ""
+            yield NodePlan(
+                node=f"worker-{replica}.{partition}",
+                role="worker",
+                host="localhost",
+                threads=threads,
+                memory_bytes=PROCESS_BYTES + (held + rows * features) * ITEM_BYTES,
+                what=f"replica {replica}, {rows:,} rows{of}",
+                replica=replica,
+                partition=partition,
+            )
 
 
-def _evaluator_nodes(
-    experiment: Experiment, n_parameters: int, test_rows: int
+def _training_evaluator(
+    experiment: Experiment, cut: NetworkCut, test_rows: int
 ) -> Iterator[NodePlan]:
     if experiment.data.test is None or experiment.evaluate.every is None:
         return
-    memory = (n_parameters + test_rows * _features(experiment)) * ITEM_BYTES
-    yield NodePlan(
-        node="evaluator-0",
-        role="evaluator",
-        host="localhost",
-        threads=1,
-        memory_bytes=PROCESS_BYTES + memory,
-        what=f"measures {test_rows:,} rows every {experiment.evaluate.every}",
-    )
+    what = f"{test_rows:,} rows every {experiment.evaluate.every}"
+    yield from _evaluator_nodes(experiment, cut, test_rows, number=0, what=what)
+
+
+def _evaluator_nodes(
+    experiment: Experiment, cut: NetworkCut, rows: int, *, number: int, what: str
+) -> Iterator[NodePlan]:
+    """An evaluator is cut like the replicas: evaluator-0, or evaluator-0.0, evaluator-0.1, ..."""
+    for partition in range(cut.count):
+        memory = (len(cut.span(partition)) + rows * _features(experiment)) * ITEM_BYTES
+        yield NodePlan(
+            node=f"evaluator-{number}" + (f".{partition}" if cut.count > 1 else ""),
+            role="evaluator",
+            host="localhost",
+            threads=1,
+            memory_bytes=PROCESS_BYTES + memory,
+            what=f"measures {what}",
+            replica=number,
+            partition=partition,
+        )
 
 
 def _features(experiment: Experiment) -> int:
@@ -224,16 +249,6 @@ def _features(experiment: Experiment) -> int:
     for side in experiment.network.input:
         size *= side
     return size
-
-
-def _widths(experiment: Experiment) -> int:
-    total = 0
-    for shape in node_shapes(experiment.network):
-        size = 1
-        for side in shape:
-            size *= side
-        total += size
-    return total
 
 
 def _size(n_bytes: int) -> str:

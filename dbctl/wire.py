@@ -82,12 +82,16 @@ class Welcome(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Asks for the shard's parameters, once push `after` of this worker has been applied."""
+    """Asks for the parameters from element `start` on, once push `after` has been applied.
+
+    What lies there is the slice of one partition: a worker or reader has one slice a shard.
+    """
 
     term: int
     number: int
     after: int
     returned: int
+    start: int = 0
 
 
 class Params(Message, frozen=True):
@@ -159,9 +163,14 @@ class Grant(Message, frozen=True):
 
 
 class Halt(Message, frozen=True):
-    """Stop after the step in hand. `push`: push what is unpushed first (`stop` was reached)."""
+    """Stop after the step in hand. `push`: push what is unpushed first (`stop` was reached).
+
+    The partitions of a cut replica stop together: each goes on to step `until`, what they were
+    granted, and stops there.
+    """
 
     push: bool
+    until: int = 0
 
 
 class Report(Message, frozen=True):
@@ -179,11 +188,38 @@ class Report(Message, frozen=True):
     compute_s: float
     fetch_wait_s: float
     push_wait_s: float
+    exchange_wait_s: float
     bytes_pushed: int
     bytes_fetched: int
+    bytes_exchanged: int
     refused: int
     refused_in_a_row: int
     refused_where: str = ""
+
+
+# ---------------------------------------------------------------- partitions of one replica
+
+
+class Boxes(Message, frozen=True):
+    """What one partition gives another in pass `number`: exchange (`phase`, `layer`) of it.
+
+    The sender's memory does not change before the receiver has finished the pass.
+    """
+
+    number: int
+    phase: str
+    layer: int
+    payload: Any = None
+
+    carries_payload: ClassVar[bool] = True
+
+
+class Need(Message, frozen=True):
+    """Asks a partition to send an exchange of pass `number` again: it has not come."""
+
+    number: int
+    phase: str
+    layer: int
 
 
 # ---------------------------------------------------------------- coordinator <-> shard
@@ -359,7 +395,7 @@ class Kill(Message, frozen=True):
 
 AnyMessage = (
     Hello | Welcome | Fetch | Params | Push | Ack | Return
-    | Grant | Halt | Report
+    | Grant | Halt | Report | Boxes | Need
     | ShardReport | Cut | CutPart | Gone
     | Evaluate | Evaluated | Predictions | Filed
     | Ready | Peers | Beat | Lease | Finish | Failed

@@ -245,7 +245,7 @@ def test_seconds_of_an_earlier_life_count() -> None:
 
 @pytest.mark.parametrize("status", ["stopped", "interrupted"])
 def test_an_interrupt_does_not_push_and_names_its_status(status: str) -> None:
-    boss = Boss(evaluators=["evaluator-0"])
+    boss = Boss(evaluators=[("evaluator-0",)])
     assert sent(boss.role.interrupt(0.1, status)) == [
         ("worker-0.0", Halt(push=False)),
         ("worker-1.0", Halt(push=False)),
@@ -260,7 +260,7 @@ def test_an_interrupt_does_not_push_and_names_its_status(status: str) -> None:
 def test_evaluations_come_with_the_steps_one_at_a_time() -> None:
     boss = Boss(
         stop=StopSpec(steps=100),
-        evaluators=["evaluator-0"],
+        evaluators=[("evaluator-0",)],
         evaluate=Every(amount=5, unit="steps"),
     )
     assert sent(boss.report(0, 4), Evaluate) == []
@@ -278,7 +278,7 @@ def test_evaluations_come_with_the_steps_one_at_a_time() -> None:
 
 def test_the_rows_are_shared_out_among_evaluators() -> None:
     boss = Boss(
-        evaluators=["evaluator-0", "evaluator-1"],
+        evaluators=[("evaluator-0",), ("evaluator-1",)],
         evaluate=Every(amount=1, unit="steps"),
     )
     assert sent(boss.report(0, 1), Evaluate) == [
@@ -295,7 +295,7 @@ def test_reaching_the_accuracy_ends_the_run() -> None:
     boss = Boss(
         replicas=1,
         stop=StopSpec(test_accuracy=0.95),
-        evaluators=["evaluator-0"],
+        evaluators=[("evaluator-0",)],
         evaluate=Every(amount=1, unit="steps"),
     )
     boss.report(0, 1)
@@ -305,7 +305,7 @@ def test_reaching_the_accuracy_ends_the_run() -> None:
 
 
 def test_the_end_is_measured_on_the_final_parameters() -> None:
-    boss = Boss(replicas=1, evaluators=["evaluator-0"], evaluate=Every(amount=1, unit="epochs"))
+    boss = Boss(replicas=1, evaluators=[("evaluator-0",)], evaluate=Every(amount=1, unit="epochs"))
     effects = boss.report(0, 8, "finished")
     assert sent(effects, Evaluate) == [("evaluator-0", Evaluate(1))]
     assert boss.role.phase is Phase.MEASURING
@@ -313,7 +313,7 @@ def test_the_end_is_measured_on_the_final_parameters() -> None:
 
 
 def test_an_evaluation_under_way_at_the_end_is_followed_by_the_final_one() -> None:
-    boss = Boss(replicas=1, evaluators=["evaluator-0"], evaluate=Every(amount=1, unit="steps"))
+    boss = Boss(replicas=1, evaluators=[("evaluator-0",)], evaluate=Every(amount=1, unit="steps"))
     assert sent(boss.report(0, 7), Evaluate) == [("evaluator-0", Evaluate(1))]
     assert sent(boss.report(0, 8, "finished"), Evaluate) == []
     assert sent(boss.measured(1), Evaluate) == [("evaluator-0", Evaluate(2))]
@@ -323,11 +323,11 @@ def test_an_evaluation_under_way_at_the_end_is_followed_by_the_final_one() -> No
 
 def test_a_run_goes_on_without_its_evaluator_unless_it_alone_would_end_it() -> None:
     every = Every(amount=1, unit="steps")
-    boss = Boss(replicas=1, evaluators=["evaluator-0"], evaluate=every)
+    boss = Boss(replicas=1, evaluators=[("evaluator-0",)], evaluate=every)
     assert events(boss.dies("evaluator-0")) == ["lost"]
     assert boss.report(0, 8, "finished")[-1] == Done("done")
     stop = StopSpec(test_accuracy=0.9)
-    boss = Boss(replicas=1, evaluators=["evaluator-0"], evaluate=every, stop=stop)
+    boss = Boss(replicas=1, evaluators=[("evaluator-0",)], evaluate=every, stop=stop)
     assert sent(boss.dies("evaluator-0"), Halt) == [("worker-0.0", Halt(push=True))]
     done = boss.report(0, 1, "halted")[-1]
     assert isinstance(done, Done)
@@ -336,7 +336,7 @@ def test_a_run_goes_on_without_its_evaluator_unless_it_alone_would_end_it() -> N
 
 def test_with_no_worker_it_only_measures() -> None:
     """`dbctl eval`."""
-    boss = Boss(replicas=0, evaluators=["evaluator-0"])
+    boss = Boss(replicas=0, evaluators=[("evaluator-0",)])
     assert boss.begun == [Send("evaluator-0", Evaluate(1))]
     assert boss.measured(1)[-1] == Done("done")
 

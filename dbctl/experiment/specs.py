@@ -196,7 +196,10 @@ class Every:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpec:
+    """How one replica is cut: `count` chooses by itself, `grid` is (rows, columns) of parts."""
+
     count: Count = 1
+    grid: tuple[Count, Count] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

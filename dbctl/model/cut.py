@@ -244,8 +244,9 @@ def _cheaper(cut: NetworkCut, layer: int, spec: LayerSpec) -> Way:
         return "outputs"
     if spec.cut is not None:
         return spec.cut
-    ways: tuple[Way, ...] = (*cut.ways[:layer], "inputs", *cut.ways[layer + 1 :])
-    other = NetworkCut(cut.spec, cut.owned, ways)
+    ways = list(cut.ways)
+    ways[layer] = "inputs"
+    other = NetworkCut(cut.spec, cut.owned, tuple(ways))
     return "inputs" if other.sums_sent(layer) < cut.states_sent(layer) else "outputs"
 
 

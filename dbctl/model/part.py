@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from dbctl.model.cut import NetworkCut
 from dbctl.model.exchange import Exchange, Key, Take
+from dbctl.model.kernels.dropout import Dropout
+from dbctl.model.layers.dropout import Draw
 from dbctl.model.part_layer import MakeOutbox, PartLayer, Post, Rows, split_into, view_of
 from dbctl.model.part_loss import PartLoss
 from dbctl.region import Box
@@ -76,7 +78,9 @@ class PartNetwork:
     def n_parameters(self) -> int:
         return len(self.span)
 
-    def gradient(self, parameters: Array, x: Array, targets: Array, *, out: Array) -> Pass:
+    def gradient(
+        self, parameters: Array, x: Array, targets: Array, *, out: Array, draw: Draw | None = None
+    ) -> Pass:
         """Writes the partition's share of the gradient of the rows' mean loss into `out`.
 
         Returns this partition's share of the sum of the rows' losses: the sum over the partitions
@@ -84,7 +88,7 @@ class PartNetwork:
         """
         views, slots = self._views(parameters), self._views(out)
         with np.errstate(all="ignore"):
-            nodes = yield from self._forward(views, x)
+            nodes = yield from self._forward(views, x, draw)
             delta = self._deltas[-1].of(x.shape[-1])
             np.copyto(delta, nodes[-1])
             loss_sum = yield from self._loss.gradient(delta, targets)
@@ -94,7 +98,7 @@ class PartNetwork:
     def measure(self, parameters: Array, x: Array, targets: Array) -> Pass:
         """Returns a PartMeasurement of the rows: the same on every partition."""
         with np.errstate(all="ignore"):
-            nodes = yield from self._forward(self._views(parameters), x)
+            nodes = yield from self._forward(self._views(parameters), x, None)
             return (yield from self._loss.measure(nodes[-1], targets))
 
     def _views(self, flat: Array) -> list[list[Array]]:
@@ -107,7 +111,7 @@ class PartNetwork:
 
     # -------------------------------------------------------------------------------- forward
 
-    def _forward(self, views: list[list[Array]], x: Array) -> Pass:
+    def _forward(self, views: list[list[Array]], x: Array, draw: Draw | None) -> Pass:
         nodes = [x]
         for index, layer in enumerate(self._layers):
             out = self._outputs[index + 1].of(x.shape[-1])
@@ -120,6 +124,8 @@ class PartNetwork:
                 else:
                     layer.x = x
                 layer.weights = yield from self._share_weights(index, views[index])
+                if isinstance(layer.kernel, Dropout):
+                    layer.kernel.draw(draw.label(index) if draw else None, x.shape[-1])
                 if layer.kernel is not None:
                     layer.kernel.forward(layer.weights, layer.x, out)
             nodes.append(out)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dbctl.model.cut import NetworkCut, Piece
 from dbctl.model.exchange import Give, Key, Outbox
 from dbctl.model.kernels.dense_inputs import DenseByInputs
+from dbctl.model.layers.dense import DenseSpec
 from dbctl.model.passes import KERNELS
 
 Array = NDArray[Any]
@@ -76,6 +77,7 @@ class PartLayer:
         self.kernel = None
         self.by_inputs: DenseByInputs | None = None
         if cut.ways[index] == "inputs":
+            assert isinstance(spec, DenseSpec), "only a dense layer is cut by its inputs"
             self.finish = DenseByInputs.Finish(spec, batch_size=batch_size, dtype=dtype)
             if self.need:
                 units = cut.shapes[index + 1][0]

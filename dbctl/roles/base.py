@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+from dbctl.model.exchange import Exchange
 from dbctl.region import Range
 from dbctl.wire import Message, Peer, Position, Predictions
 
@@ -119,9 +120,6 @@ class BatchResult(NamedTuple):
     rows: int
 
 
-Exchange = Any  # what a partition sends to and needs from the others of its replica: issue B
-
-
 class Gradient(Protocol):
     """The gradient of the mean loss over one mini-batch, at given parameters.
 
@@ -148,7 +146,6 @@ class Gradient(Protocol):
 class Tally(NamedTuple):
     """Sums and counts over the rows measured; `correct` and `top5` are -1 for float targets."""
 
-    loss_sum: float
     rows: int
     correct: int
     top5: int
@@ -159,8 +156,9 @@ class Tally(NamedTuple):
 class Measure(Protocol):
     """A split's rows and a forward pass over rows `part`, `part + of`, ... in batches.
 
-    `begin` forgets the last tally and says how many batches there are; `measure` takes one, and
-    with `predictions` it gives its rows as one message as well.
+    `begin` forgets the last tally and says how many batches there are. `measure` takes one: a
+    generator as Gradient.compute, which returns this partition's share of the sum of the rows'
+    losses and, with `predictions`, the rows as one message.
     """
 
     @property
@@ -170,6 +168,6 @@ class Measure(Protocol):
 
     def measure(
         self, index: int, parameters: Array, *, number: int, predictions: bool
-    ) -> Predictions | None: ...
+    ) -> Generator[Exchange, Any, tuple[float, Predictions | None]]: ...
 
     def tally(self) -> Tally: ...

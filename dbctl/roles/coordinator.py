@@ -48,7 +48,7 @@ class CoordinatorStart:
     workers: Mapping[int, Sequence[str]]
     parts: Mapping[int, Part]
     shards: Sequence[str]
-    evaluators: Sequence[str] = ()
+    evaluators: Sequence[Sequence[str]] = ()  # for each the nodes of its partitions
     stop: StopSpec
     evaluate: Every | None = None
     checkpoint: Every | None = None
@@ -84,7 +84,7 @@ class Coordinator:
         self._cuts = Cuts(start.shards, begins)
         self._evaluations = Evaluations(start.evaluators, predictions=start.predictions)
         self._sent: dict[int, Grant] = {n: Grant(0, p.step) for n, p in begins.items()}
-        self._resting: set[int] = set()
+        self._resting: set[str] = set()
         self._status, self._reason = "done", ""
         self._push_at_halt: bool | None = None
         self._next_evaluation = Recurring(start.evaluate if start.evaluators else None)
@@ -138,6 +138,9 @@ class Coordinator:
     def _live(self) -> list[int]:
         return [n for n in self._start.workers if n not in self.figures.dead]
 
+    def _live_workers(self) -> set[str]:
+        return {worker for n in self._live() for worker in self._start.workers[n]}
+
     # ---------------------------------------------------------------------------------- messages
 
     def receive(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -164,8 +167,10 @@ class Coordinator:
         replica = replica_of(sender.node)
         if replica in self.figures.dead:
             return []
-        self.figures.report(now, replica, report)
-        self._grants.advance(replica, report.position.step)
+        if sender.node == self._start.workers[replica][0]:
+            # All partitions of a replica do the same steps: one of them is counted.
+            self.figures.report(now, replica, report)
+            self._grants.advance(replica, report.position.step)
         effects: Effects = [
             Record("worker", worker_fields(sender.node, report, figures=self.figures))
         ]
@@ -178,7 +183,7 @@ class Coordinator:
             return [*effects, *self._over("failed", reason)]
         resting = report.state in ("finished", "halted") and report.acked >= report.pushed
         if resting and (self._phase is not Phase.RUNNING or self._sent[replica].last):
-            self._resting.add(replica)
+            self._resting.add(sender.node)
         return effects + self._go_on(now)
 
     def _go_on(self, now: float) -> Effects:
@@ -189,7 +194,7 @@ class Coordinator:
         if self._phase is Phase.RUNNING:
             for replica in self._live():
                 effects += self._grant(now, replica, again=False)
-        if self._resting >= set(self._live()):
+        if self._resting >= self._live_workers():
             return effects + self._measure(now)
         return effects + (self._by_progress(now) if self._phase is Phase.RUNNING else [])
 
@@ -199,7 +204,7 @@ class Coordinator:
         old = self._sent[replica]
         if (until, last, mark) != (old.until, old.last, old.mark):
             self._sent[replica] = Grant(old.number + 1, until, last, mark, mark_step)
-            self._resting.discard(replica)
+            self._resting.difference_update(self._start.workers[replica])
         elif not again:
             return []
         return [Send(worker, self._sent[replica]) for worker in self._start.workers[replica]]
@@ -217,7 +222,7 @@ class Coordinator:
             return [*gone]
         self.figures.dead.add(replica)
         self._grants.dead(replica)
-        self._resting.discard(replica)
+        self._resting.difference_update(self._start.workers[replica])
         effects = [*gone, Record("lost", {"node": peer.node, "rows": self._rows(replica)})]
         if self._cuts.dead(replica):
             self._retry_cut_at = now
@@ -330,8 +335,13 @@ class Coordinator:
 
     def _halts(self) -> Effects:
         assert self._push_at_halt is not None
-        halt = Halt(self._push_at_halt)
-        return [Send(w, halt) for n in self._live() for w in self._start.workers[n]]
+        effects: Effects = []
+        for replica in self._live():
+            # The partitions of a cut replica stop at one step: what all were granted.
+            cut = len(self._start.workers[replica]) > 1
+            halt = Halt(self._push_at_halt, self._sent[replica].until if cut else 0)
+            effects += [Send(worker, halt) for worker in self._start.workers[replica]]
+        return effects
 
     def _measure(self, now: float) -> Effects:
         """Nothing runs any more: the final evaluation and the final cut."""

@@ -39,7 +39,7 @@ class _Gathering:
     number: int
     replica: int | None  # whose push carries the mark; None: the shards were asked directly
     mark_step: int
-    parts: dict[tuple[str, str], CutPart] = field(default_factory=dict)
+    parts: dict[tuple[str, str, int], CutPart] = field(default_factory=dict)
     handed_over: bool = False
 
 
@@ -93,10 +93,10 @@ class Cuts:
         cut = self._now
         if cut is None or part.number != cut.number or cut.handed_over:
             return None
-        cut.parts[shard, part.vector] = part
+        cut.parts[shard, part.vector, part.start] = part
         have = dict.fromkeys(self._shards, 0)
         need = dict.fromkeys(self._shards, 1)
-        for (name, _), each in cut.parts.items():
+        for (name, _, _), each in cut.parts.items():
             have[name] += 1
             need[name] = each.of
         if have != need:
@@ -108,7 +108,7 @@ class Cuts:
         """The writer is done with the parts: for each shard, the hand-out up to which to return."""
         cut = self._now
         assert cut is not None
-        for (shard, _), part in cut.parts.items():
+        for (shard, _, _), part in cut.parts.items():
             self._returned[shard] = max(self._returned[shard], part.handout)
         self._now = None
         return dict(self._returned)
@@ -124,17 +124,15 @@ class Cuts:
     def _complete(self, cut: _Gathering) -> CompleteCut:
         rows = dict(self._begins)
         newest: dict[str, int] = {}
-        by_shard: dict[str, dict[str, int]] = {name: {} for name in self._shards}
-        for (shard, _), part in cut.parts.items():
+        by_slice: dict[int, dict[str, int]] = {}
+        for part in cut.parts.values():
             for row in part.table:
                 replica = replica_of(row.worker)
                 rows[replica] = max(rows.get(replica, Position()), row.position)
                 newest[row.worker] = max(newest.get(row.worker, 0), row.seq)
-                by_shard[shard][row.worker] = row.seq
+                by_slice.setdefault(part.start, {})[row.worker] = row.seq
         dropped = sum(
-            seq - table.get(worker, 0)
-            for worker, seq in newest.items()
-            for table in by_shard.values()
+            newest[worker] - seq for table in by_slice.values() for worker, seq in table.items()
         )
         return CompleteCut(
             number=cut.number,

@@ -14,12 +14,14 @@ A worker is in one phase at a time; `_enter` is the table. The arithmetic is in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from math import isfinite
+from math import isfinite, sqrt
+from typing import Any
 
-from dbctl.optim.gradients import clip, first_bad, is_finite
+from dbctl.model.exchange import Exchange
+from dbctl.optim.gradients import clip_to, first_bad, is_finite, square_sum
 from dbctl.roles.base import (
     NEVER,
     NOW,
@@ -31,6 +33,7 @@ from dbctl.roles.base import (
     Gradient,
     Send,
 )
+from dbctl.roles.conversation import Conversation
 from dbctl.roles.local import LocalCopy
 from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.totals import Totals
@@ -50,6 +53,10 @@ class DownpourStart:
     clip: float | None = None
     slots: int = 2
     position: Position = BEGINNING
+    origin: int = 0  # the place in the flat vector of the gradient's first element
+    partition: int = 0
+    partners: Mapping[int, str] = field(default_factory=dict)  # the replica's other workers
+    tensors: Sequence[str] = ()  # of the whole network, in order; none: the gradient's own
     dtype: str = "float32"
 
 
@@ -75,6 +82,7 @@ class Downpour:
         self._gradient = start.gradient
         self.local = LocalCopy(
             start.shards,
+            origin=start.origin,
             n_elements=start.gradient.tensors[-1][1].stop,
             dtype=start.dtype,
             rate=start.rate,
@@ -87,13 +95,16 @@ class Downpour:
         self.at = start.position
         self._phase = Phase.JOINING
         self._fresh = True  # the next step begins with a fetch, whatever its number
+        self._talk = Conversation(
+            start.partition, start.partners, allocate=allocate, resend_s=resend_s
+        )
         self._grant = Grant(0, start.position.step)
         self._granted_from = start.position.step
         self._halt: Halt | None = None
         self._mark: tuple[int, int] | None = None
         self._marked = 0
-        self._result = BatchResult(0.0, 0)
         self._since = 0.0
+        self._waited_s = 0.0
         self._report_at = NEVER
         self._asked_at = -1
         self._fetched_step = -1  # the step that the last fetch was asked for
@@ -106,7 +117,7 @@ class Downpour:
     def due(self) -> float:
         if self._runnable() or self._holding():
             return NOW
-        return min(self.local.due, self._report_at)
+        return min(self.local.due, self._talk.due, self._report_at)
 
     def start(self, now: float) -> Effects:
         self._report_at = now + _REPORT_S
@@ -122,7 +133,7 @@ class Downpour:
             case Finish():
                 return [Done("finished")]
         self.local.receive(now, sender.node, message)
-        return []
+        return self._talk.receive(sender.node, message)
 
     def _on_grant(self, now: float, grant: Grant) -> Effects:
         if grant.number <= self._grant.number:
@@ -142,12 +153,14 @@ class Downpour:
             case Phase.JOINING:
                 return self.local.joined
             case Phase.IDLE:
-                return self._must_end() or self.at.step < self._grant.until
+                return self._must_end() or self.at.step < self._until()
             case Phase.FETCHING:
                 return self.local.complete
             case Phase.SLOT:
                 return self.local.has_slot
-            case Phase.COMPUTE | Phase.COMPUTED:
+            case Phase.COMPUTE:
+                return self._talk.can_go_on
+            case Phase.COMPUTED:
                 return True
             case Phase.FLUSH:
                 return self.local.acked >= self.local.pushed
@@ -160,19 +173,22 @@ class Downpour:
         """An answer can be copied. Not while its parameters are in use by the step in hand."""
         return self._phase not in (Phase.COMPUTE, Phase.COMPUTED) and self.local.holding
 
+    def _until(self) -> int:
+        return max(self._grant.until, self._halt.until if self._halt is not None else 0)
+
     def _must_end(self) -> bool:
-        if self._halt is not None:
+        if self._halt is not None and (self._talk.alone or self.at.step >= self._halt.until):
             return True
         return self._grant.last and self.at.step >= self._grant.until
 
     def step(self, now: float) -> Effects:
         """Goes on until a phase waits, something is to be sent, or a batch is computed."""
-        effects = self.local.resend(now)
+        effects = self.local.resend(now) + self._talk.resend(now)
         if self._holding():
             effects += self.local.copy_answers(now)
         while not effects and self._runnable():
             if self._phase is Phase.COMPUTE:
-                self._compute()
+                effects += self._compute(now)
                 break
             effects += self._enter(now)
         if now >= self._report_at:
@@ -194,9 +210,10 @@ class Downpour:
                 return []
             case Phase.SLOT:
                 self._totals.push_wait_s += now - self._since
-                if self._halt is not None:
+                if self._halt is not None and self._talk.alone:
                     return self._flush(now)
                 effects = self._ask_ahead(now)
+                self._talk.begin(self._one_gradient())
                 self._phase, self._since = Phase.COMPUTE, now
                 return effects
             case Phase.COMPUTED:
@@ -228,32 +245,48 @@ class Downpour:
         self._fetched_step = self.at.step + 1
         return self.local.ask(now, after=self.local.pushed - 1)
 
-    def _compute(self) -> None:
+    def _compute(self, now: float) -> Effects:
+        effects, over = self._talk.go_on(now)
+        if over:
+            self._phase = Phase.COMPUTED
+        return effects
+
+    def _one_gradient(self) -> Generator[Exchange, Any, None]:
+        """Computes, checks, clips and accrues; what partitions must agree on, they agree on."""
         out = self.local.begin()
-        work = self._gradient.compute(self.at, self.local.parameters, out)
-        try:
-            next(work)
-            raise AssertionError("a whole replica exchanges nothing")
-        except StopIteration as end:
-            self._result = end.value
-        self._phase = Phase.COMPUTED
-        if not (isfinite(self._result.loss_sum) and is_finite(out)):
-            self._refuse(out)
+        result = yield from self._gradient.compute(self.at, self.local.parameters, out)
+        finite = isfinite(result.loss_sum) and is_finite(out)
+        squares = self._squares(out) if self._start.clip is not None else []
+        shares = yield from self._talk.agree([result.loss_sum, float(finite), *squares])
+        # All refuse or none: a replica pushes a whole gradient (reliability.md, G14).
+        if not all(share[1] for share in shares):
+            self._refuse(None if finite else out)
             return
         if self._start.clip is not None:
-            clip(out, [span for _, span in self._gradient.tensors], self._start.clip)
+            # Tensor by tensor in order, partition by partition within one.
+            of_tensors = zip(*(share[2:] for share in shares), strict=True)
+            norm = sqrt(sum(sum(parts) for parts in of_tensors))
+            clip_to(out, norm=norm, limit=self._start.clip)
         # A fetch before the next step replaces the copy: moving it would be for nothing.
         self.local.add(out, step=(self.at.step + 1) % self._start.n_fetch != 0)
-        self._totals.accepted(self._result)
+        self._totals.accepted(BatchResult(sum(share[0] for share in shares), result.rows))
 
-    def _refuse(self, out: Array) -> None:
+    def _squares(self, out: Array) -> list[float]:
+        """The sum of squares of each of the network's tensors, 0.0 of those held elsewhere."""
+        own = {name: square_sum(out[span.slice()]) for name, span in self._gradient.tensors}
+        return [own.get(name, 0.0) for name in self._start.tensors or own]
+
+    def _refuse(self, out: Array | None) -> None:
         """A non-finite gradient goes nowhere (reliability.md, G14); the next step fetches anew."""
-        where = first_bad(out, self._gradient.tensors) or "the loss"
+        where = "another partition"
+        if out is not None:
+            where = first_bad(out, self._gradient.tensors) or "the loss"
         self._totals.refused_one(f"step {self.at.step}, {where}")
         self._fresh = True
 
     def _end_step(self, now: float) -> Effects:
-        self._totals.compute_s += now - self._since
+        self._totals.compute_s += now - self._since - (self._talk.waited_s - self._waited_s)
+        self._waited_s = self._talk.waited_s
         step, spe = self.at.step, self._gradient.steps_per_epoch
         epoch, index = self.at.epoch, self.at.index + 1
         if index >= spe:
@@ -301,5 +334,6 @@ class Downpour:
             self.at,
             until=self._grant.until,
             local=self.local,
+            talk=self._talk,
         )
         return [Send(CONTROLLER, report)]

@@ -38,8 +38,10 @@ class Measured:
 
 
 class Evaluations:
-    def __init__(self, evaluators: Sequence[str], *, predictions: bool = False) -> None:
-        self._evaluators = list(evaluators)
+    """`evaluators`: the nodes of each one's partitions; the first of them answers."""
+
+    def __init__(self, evaluators: Sequence[Sequence[str]], *, predictions: bool = False) -> None:
+        self._evaluators = [tuple(nodes) for nodes in evaluators]
         self._predictions = predictions
         self._number = 0
         self._answers: dict[str, Evaluated] = {}
@@ -51,7 +53,7 @@ class Evaluations:
 
     def lose(self, evaluator: str) -> None:
         """An evaluator died: what it was to measure is not measured."""
-        self._evaluators = [name for name in self._evaluators if name != evaluator]
+        self._evaluators = [nodes for nodes in self._evaluators if evaluator not in nodes]
         self.busy = False
 
     def begin(self) -> dict[str, Evaluate]:
@@ -66,15 +68,17 @@ class Evaluations:
         """What each evaluator still owes; sent again until it answers."""
         if not self.busy:
             return {}
+        of = len(self._evaluators)
         return {
-            name: Evaluate(self._number, part, len(self._evaluators), self._predictions)
-            for part, name in enumerate(self._evaluators)
-            if name not in self._answers
+            name: Evaluate(self._number, part, of, self._predictions)
+            for part, nodes in enumerate(self._evaluators)
+            if nodes[0] not in self._answers
+            for name in nodes
         }
 
     def file(self, evaluator: str, piece: Predictions) -> tuple[bool, Filed | None]:
         """Whether this piece is the next one, to be kept; and what to answer, if anything."""
-        if not self.busy or piece.number != self._number or evaluator not in self._evaluators:
+        if not self.busy or piece.number != self._number or evaluator not in self._leaders():
             return False, None
         n_filed = self._filed.get(evaluator, 0)
         is_next = piece.index == n_filed
@@ -82,13 +86,16 @@ class Evaluations:
         return is_next, Filed(self._number, self._filed[evaluator])
 
     def add(self, evaluator: str, answer: Evaluated) -> Measured | None:
-        if not self.busy or answer.number != self._number or evaluator not in self._evaluators:
+        if not self.busy or answer.number != self._number or evaluator not in self._leaders():
             return None
         self._answers[evaluator] = answer
         if len(self._answers) < len(self._evaluators):
             return None
         self.busy = False
-        return self._sum([self._answers[name] for name in self._evaluators])
+        return self._sum([self._answers[name] for name in self._leaders()])
+
+    def _leaders(self) -> list[str]:
+        return [nodes[0] for nodes in self._evaluators]
 
     def _sum(self, answers: Sequence[Evaluated]) -> Measured:
         rows = sum(a.loss.rows for a in answers)

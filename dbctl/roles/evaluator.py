@@ -10,12 +10,15 @@ controller whose disk is slow loses none.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from dbctl.model.exchange import Exchange
 from dbctl.region import Range
-from dbctl.roles.base import NOW, Done, Effects, Measure, Send
+from dbctl.roles.base import NOW, Allocate, Done, Effects, Measure, Send
+from dbctl.roles.conversation import Conversation
 from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.worker import Channel, Timer
 from dbctl.wire import (
@@ -39,6 +42,10 @@ class Evaluator:
         measure: Measure,
         shards: Sequence[ShardSpan],
         *,
+        allocate: Allocate,
+        origin: int = 0,
+        partition: int = 0,
+        partners: Mapping[int, str] | None = None,
         dtype: str = "float32",
         resend_s: float = 0.25,
     ) -> None:
@@ -47,6 +54,11 @@ class Evaluator:
             Channel(s.node, Range(s.start, s.stop), resend_s=resend_s) for s in shards
         ]
         self._by_shard = {channel.shard: channel for channel in self._channels}
+        self._origin = origin
+        self._leads = partition == 0  # it answers for the other partitions
+        self._talk = Conversation(partition, partners or {}, allocate=allocate, resend_s=resend_s)
+        self._measuring = False
+        self._loss_sum = 0.0
         self._parameters = np.zeros(measure.n_parameters, dtype)
         self._asked: Evaluate | None = None  # to be answered; None: at rest
         self._fetched = False
@@ -62,7 +74,7 @@ class Evaluator:
     def due(self) -> float:
         if self._asked is not None and self._can_go_on():
             return NOW
-        timers = min(self._answer_timer.at, self._unfiled_timer.at)
+        timers = min(self._answer_timer.at, self._unfiled_timer.at, self._talk.due)
         return min(timers, *(channel.due for channel in self._channels))
 
     def start(self, now: float) -> Effects:
@@ -82,7 +94,7 @@ class Evaluator:
         channel = self._by_shard.get(sender.node)
         if channel is not None:
             channel.receive(now, message)
-        return []
+        return self._talk.receive(sender.node, message)
 
     def _begin(self, asked: Evaluate) -> None:
         if self._asked is not None and asked.number <= self._asked.number:
@@ -90,6 +102,7 @@ class Evaluator:
         self._asked = asked
         self._fetched = False
         self._index = 0
+        self._loss_sum = 0.0
         self._answer_timer.stop()
         self._unfiled.clear()
         self._unfiled_timer.stop()
@@ -107,6 +120,8 @@ class Evaluator:
         """Once asked: parameters to ask for or copy, a batch to measure, an answer to give."""
         if not self._fetched:
             return self._can_copy() or self._can_ask()
+        if self._measuring:
+            return self._talk.can_go_on
         return len(self._unfiled) < WINDOW if self._index < self._n_batches else not self._unfiled
 
     def _can_ask(self) -> bool:
@@ -116,7 +131,7 @@ class Evaluator:
         return all(channel.answer is not None for channel in self._channels)
 
     def step(self, now: float) -> Effects:
-        effects: Effects = []
+        effects = self._talk.resend(now)
         for channel in self._channels:
             if now >= channel.due:
                 effects += channel.resend(now)
@@ -142,7 +157,7 @@ class Evaluator:
         effects: Effects = []
         for channel in self._channels:
             assert channel.answer is not None
-            np.copyto(self._parameters[channel.span.slice()], channel.answer.payload)
+            np.copyto(self._parameters[channel.span.slice(self._origin)], channel.answer.payload)
             effects += channel.give_back(now)
         self._version = max(channel.version for channel in self._channels)
         self._n_batches = self._measure.begin(asked.part, asked.of)
@@ -152,31 +167,49 @@ class Evaluator:
     def _measure_one(self, now: float, asked: Evaluate) -> Effects:
         effects: Effects = []
         if self._index < self._n_batches:
-            predictions = self._measure.measure(
-                self._index,
-                self._parameters,
-                number=asked.number,
-                predictions=asked.predictions,
-            )
+            if not self._measuring:
+                self._talk.begin(self._one_batch(asked))
+                self._measuring = True
+            effects, over = self._talk.go_on(now)
+            if not over:
+                return effects
+            self._measuring = False
             self._index += 1
-            if predictions is not None:
-                if not self._unfiled:
-                    self._unfiled_timer.begin(now)
-                self._unfiled.append(predictions)
-                effects.append(Send(CONTROLLER, predictions))
+            effects += self._file(now, self._talk.result)
         if self._index < self._n_batches or self._unfiled:
             return effects
+        return effects + self._finish(now, asked)
+
+    def _one_batch(self, asked: Evaluate) -> Generator[Exchange, Any, Predictions | None]:
+        loss, predictions = yield from self._measure.measure(
+            self._index, self._parameters, number=asked.number, predictions=asked.predictions
+        )
+        shares = yield from self._talk.agree([loss])
+        self._loss_sum += sum(share[0] for share in shares)
+        return predictions
+
+    def _file(self, now: float, predictions: Predictions | None) -> Effects:
+        if predictions is None or not self._leads:
+            return []
+        if not self._unfiled:
+            self._unfiled_timer.begin(now)
+        self._unfiled.append(predictions)
+        return [Send(CONTROLLER, predictions)]
+
+    def _finish(self, now: float, asked: Evaluate) -> Effects:
         tally = self._measure.tally()
         self._answer = Evaluated(
             asked.number,
             asked.part,
             self._version,
-            Loss(tally.loss_sum, tally.rows),
+            Loss(self._loss_sum, tally.rows),
             tally.correct,
             tally.top5,
             tally.classes,
             tally.confusion,
         )
         self._asked = None
+        if not self._leads:
+            return []
         self._answer_timer.begin(now)
-        return [*effects, Send(CONTROLLER, self._answer)]
+        return [Send(CONTROLLER, self._answer)]

@@ -22,12 +22,16 @@ from dbctl.wire import Message, Position, Push, ShardSpan
 
 
 class LocalCopy:
-    """`rate(n)`: the rule's rate at a shard's n-th update. `later`: a push may sum gradients."""
+    """Elements `origin` to `origin + n_elements` of the flat vector.
+
+    `rate(n)`: the rule's rate at a shard's n-th update. `later`: a push may sum gradients.
+    """
 
     def __init__(
         self,
         shards: Sequence[ShardSpan],
         *,
+        origin: int,
         n_elements: int,
         dtype: str,
         rate: Callable[[int], float],
@@ -40,6 +44,7 @@ class LocalCopy:
         self._channels = [
             Channel(s.node, Range(s.start, s.stop), resend_s=resend_s) for s in shards
         ]
+        self._origin = origin
         self._by_shard = {channel.shard: channel for channel in self._channels}
         self._slots = Slots(slots, n_elements, dtype=dtype, allocate=allocate)
         self._rate = rate
@@ -111,7 +116,7 @@ class LocalCopy:
             if answer is None:
                 continue
             self._missing.discard(channel.shard)
-            part = self.parameters[channel.span.slice()]
+            part = self.parameters[channel.span.slice(self._origin)]
             np.copyto(part, answer.payload)
             self.bytes_fetched += part.nbytes
             effects += channel.give_back(now)
@@ -123,7 +128,7 @@ class LocalCopy:
         later = self._slots.later_than(holds)
         if self.n_accrued and self._slot is not None:
             later.append(self._slot)
-        at, alpha = channel.span.slice(), self._rate(channel.version)
+        at, alpha = channel.span.slice(self._origin), self._rate(channel.version)
         for buffer in later:
             local_step(self.parameters[at], buffer.array[at], alpha)
 
@@ -152,7 +157,7 @@ class LocalCopy:
                 accrue(self._slot.array, gradient)
             return
         for channel in self._channels:
-            at, alpha = channel.span.slice(), self._rate(channel.version)
+            at, alpha = channel.span.slice(self._origin), self._rate(channel.version)
             if first:
                 local_step(self.parameters[at], gradient[at], alpha)
             else:
@@ -180,7 +185,7 @@ class LocalCopy:
                 position,
                 mark,
                 channel.returned,
-                View(self._slot, span.start, span.stop),
+                View(self._slot, span.start - self._origin, span.stop - self._origin),
             )
             effects += channel.push(now, push)
             self.bytes_pushed += len(span) * self.parameters.itemsize

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from dbctl.optim.gradients import is_finite
 from dbctl.region import Range
 from dbctl.roles.base import NEVER, NOW, Allocate, Array, Buffer, Effects, Send, View
-from dbctl.roles.handouts import Handouts, ParameterBuffers
+from dbctl.roles.handouts import Handouts
+from dbctl.roles.slice import Slice, UpdateRule
 from dbctl.wire import (
     Ack,
     Cut,
@@ -43,29 +43,12 @@ CONTROLLER = "controller"
 MAX_STALENESS_BIN = 255
 
 
-class UpdateRule(Protocol):
-    """What a shard asks of a rule (optim/rules.py): element-wise, state beside the parameters."""
-
-    def rate(self, n: int) -> float: ...
-
-    def update(
-        self,
-        parameters: Array,
-        gradient: Array,
-        state: dict[str, Array],
-        *,
-        n: int,
-        rate: float,
-        out: Array,
-        decay: float = 0.0,
-    ) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardStart:
     """What a shard begins with: fresh initial values, or its part of a checkpoint.
 
-    `decays` are (elements of the slice, L2 coefficient) in order, covering the slice once.
+    `decays` are (elements of the span, L2 coefficient) in order, covering it once. `partitions`:
+    the ranges of the flat vector that the partitions of a replica hold; none where it is whole.
     """
 
     name: str
@@ -74,6 +57,7 @@ class ShardStart:
     state: dict[str, Array]
     rule: UpdateRule
     decays: Sequence[tuple[Range, float]] = ()
+    partitions: Sequence[Range] = ()
     version: int = 0
     term: int = 1
     staleness_scaling: bool = False
@@ -87,6 +71,7 @@ class _Client:
     applied: int = 0
     filed: int = 0
     position: Position = field(default_factory=Position)
+    slice: Slice | None = None  # that of its partition, from its first fetch or push on
     answered: int = 0
     answer: Params | None = None
     waiting: Fetch | None = None
@@ -99,22 +84,14 @@ class Shard:
     ) -> None:
         self._name = start.name
         self._span = start.span
-        self._rule = start.rule
-        self._decays = list(start.decays) or [(Range(0, len(start.span)), 0.0)]
         self._staleness_scaling = start.staleness_scaling
-        self._allocate = allocate
         self._handouts = Handouts()
-        self._parameters = ParameterBuffers(
-            start.values, allocate=allocate, handouts=self._handouts
-        )
-        self.state = start.state
-        self.version = start.version
+        self._slices = _slices(start, allocate=allocate, handouts=self._handouts)
         self.term = start.term
         self._clients: dict[str, _Client] = {}
         self._queue: deque[tuple[_Client, Push]] = deque()
-        self._cut_number = 0
+        self._cuts: dict[int, int] = {}  # slice -> number of its last cut
         self._cut_parts: list[CutPart] = []
-        self._copies: list[Buffer] = []
         self._updates = 0
         self._bytes_in = 0
         self._bytes_out = 0
@@ -129,11 +106,23 @@ class Shard:
     @property
     def values(self) -> Array:
         """The current parameters, (len(span),): for tests; never to be written."""
-        return self._parameters.current.array
+        arrays = [s.current.array for s in self._slices.values()]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """The optimiser state of the whole span: for tests."""
+        states = [s.state for s in self._slices.values()]
+        return {name: np.concatenate([s[name] for s in states]) for name in states[0]}
+
+    @property
+    def version(self) -> int:
+        """The greatest of the slices' counts of updates."""
+        return max(s.version for s in self._slices.values())
 
     @property
     def due(self) -> float:
-        if self._queue and self._parameters.writable() is not None:
+        if self._next() is not None:
             return NOW
         return min(self._report_at, self._resend_at)
 
@@ -150,7 +139,7 @@ class Shard:
             case Gone(node, incarnation):
                 return self._on_gone(Peer(node, incarnation))
             case Cut(number):
-                return self._cut(now, number) if number > self._cut_number else []
+                return [e for s in self._slices.values() for e in self._cut(now, s, number)]
             case Return(returned):
                 return self._on_return(now, sender, returned)
         client = self._clients.get(sender.node)
@@ -210,24 +199,25 @@ class Shard:
             if not self._handouts.is_out(client.peer, answer.handout):
                 return []
             return [Send(client.peer.node, answer)]
+        client.slice = self._slices.get(fetch.start)
         client.waiting = fetch
         return self._answer(client)
 
     def _answer(self, client: _Client) -> Effects:
-        fetch = client.waiting
-        if fetch is None or client.applied < fetch.after:
+        fetch, held = client.waiting, client.slice
+        if fetch is None or held is None or client.applied < fetch.after:
             return []
-        buffer = self._parameters.current
+        buffer = held.current
         client.waiting = None
         client.answered = fetch.number
         client.answer = Params(
             self.term,
             fetch.number,
             self._handouts.hand_out(client.peer, buffer),
-            self.version,
+            held.version,
             client.applied,
-            self._span.start,
-            View(buffer, 0, len(self._span)),
+            held.span.start,
+            View(buffer, 0, len(held.span)),
         )
         self._bytes_out += buffer.array.nbytes
         return [Send(client.peer.node, client.answer)]
@@ -236,25 +226,21 @@ class Shard:
         self._handouts.take_back(client.peer, push.returned)
         if push.seq <= client.applied:
             return [Send(client.peer.node, Ack(self.term, client.applied, self.version))]
-        if push.seq == client.filed + 1 and self._fits(push):
+        found = self._slices.get(push.start)
+        if push.seq == client.filed + 1 and found is not None and found.fits(push):
             client.filed = push.seq
+            client.slice = found
             self._queue.append((client, push))
         return []
-
-    def _fits(self, push: Push) -> bool:
-        if not isinstance(push.payload, np.ndarray):
-            return False
-        stop = push.start + len(push.payload)
-        return self._span.start <= push.start and stop <= self._span.stop
 
     # ------------------------------------------------------------------------------------ work
 
     def step(self, now: float) -> Effects:
         """Applies one push, or sends what is due again."""
         effects: Effects = []
-        target = self._parameters.writable() if self._queue else None
-        if target is not None:
-            effects += self._apply(now, target)
+        ready = self._next()
+        if ready is not None:
+            effects += self._apply(now, *ready)
         if now >= self._report_at:
             self._report_at = now + self._report_s
             effects.append(self._report())
@@ -263,89 +249,79 @@ class Shard:
             effects += [Send(CONTROLLER, part) for part in self._cut_parts]
         return effects
 
-    def _apply(self, now: float, target: Buffer) -> Effects:
-        client, push = self._queue.popleft()
-        staleness = max(0, self.version - push.base)
+    def _next(self) -> tuple[int, Buffer] | None:
+        """The first filed push whose slice can be written: its place in the queue, and where to."""
+        tried: set[int] = set()
+        for place, (client, _) in enumerate(self._queue):
+            assert client.slice is not None
+            start = client.slice.span.start
+            if start in tried:
+                continue
+            tried.add(start)
+            target = client.slice.writable()
+            if target is not None:
+                return place, target
+        return None
+
+    def _apply(self, now: float, place: int, target: Buffer) -> Effects:
+        client, push = self._queue[place]
+        del self._queue[place]
+        held = client.slice
+        assert held is not None
+        staleness = max(0, held.version - push.base)
         self._bytes_in += push.payload.nbytes
         if is_finite(push.payload):
-            self._update(push, target, staleness)
+            divide = max(1, staleness) if self._staleness_scaling else 1
+            held.update(push.payload, target, divide_rate=divide)
+            self._updates += 1
             self._staleness[client.peer.node, min(staleness, MAX_STALENESS_BIN)] += 1
         else:
             self._refused += 1  # the worker checks first; this is the guard (reliability.md, G14)
         client.applied = push.seq
         client.position = push.position
         effects: Effects = [
-            Send(client.peer.node, Ack(self.term, client.applied, self.version)),
+            Send(client.peer.node, Ack(self.term, client.applied, held.version)),
             *self._answer(client),
         ]
-        if push.mark > self._cut_number:
-            effects += self._cut(now, push.mark)
-        return effects
-
-    def _update(self, push: Push, target: Buffer, staleness: int) -> None:
-        rate = self._rule.rate(self.version)
-        if self._staleness_scaling:
-            rate /= max(1, staleness)
-        current, out = self._parameters.current.array, target.array
-        offset = push.start - self._span.start
-        pushed = Range(offset, offset + len(push.payload))
-        for part, decay in self._decays:
-            both = part.intersection(pushed)
-            if not both:
-                continue
-            at = both.slice()
-            self._rule.update(
-                current[at],
-                push.payload[both.slice(offset)],
-                {name: vector[at] for name, vector in self.state.items()},
-                n=self.version,
-                rate=rate,
-                out=out[at],
-                decay=decay,
-            )
-        if target is not self._parameters.current:
-            for rest in (Range(0, pushed.start), Range(pushed.stop, len(self._span))):
-                out[rest.slice()] = current[rest.slice()]
-        self._parameters.publish(target)
-        self.version += 1
-        self._updates += 1
+        return effects + (self._cut(now, held, push.mark) if push.mark else [])
 
     # ------------------------------------------------------------------------- cuts and reports
 
-    def _cut(self, now: float, number: int) -> Effects:
-        """Hands out the current parameters and a copy of the optimiser state (paper A2; ours)."""
-        self._cut_number = number
+    def _cut(self, now: float, held: Slice, number: int) -> Effects:
+        """Hands out a slice's parameters and a copy of its optimiser state (paper A2; ours)."""
+        start = held.span.start
+        if number <= self._cuts.get(start, 0):
+            return []
         controller = Peer(CONTROLLER, 1)
-        # Whoever asks for a cut has given back every earlier one; a lost Return is made good here.
-        self._handouts.take_back_all(controller)
-        vectors: list[tuple[str, Buffer]] = [("parameters", self._parameters.current)]
-        for index, (name, vector) in enumerate(self.state.items()):
-            if index == len(self._copies):
-                self._copies.append(self._allocate(len(vector), vector.dtype.str))
-            np.copyto(self._copies[index].array, vector)
-            vectors.append((name, self._copies[index]))
-        self._cut_parts = [
+        if number > max(self._cuts.values(), default=0):
+            # Whoever asks for a cut has given back all earlier ones: this mends a lost Return.
+            self._handouts.take_back_all(controller)
+            self._cut_parts = []
+        self._cuts[start] = number
+        vectors = held.vectors()
+        parts = [
             CutPart(
                 number,
                 name,
-                len(vectors),
-                self._handouts.hand_out(controller, buffer),
-                self._span.start,
-                self.version,
-                self.table(),
-                View(buffer, 0, len(self._span)),
+                len(vectors) * len(self._slices),
+                self._handouts.hand_out(controller, view.buffer),
+                start,
+                held.version,
+                self.table(held),
+                view,
             )
-            for name, buffer in vectors
+            for name, view in vectors
         ]
+        self._cut_parts += parts
         self._resend_at = now + self._resend_s
-        return [*(Send(CONTROLLER, part) for part in self._cut_parts), self._report()]
+        return [*(Send(CONTROLLER, part) for part in parts), self._report()]
 
-    def table(self) -> tuple[WorkerRow, ...]:
-        """The dedup table: for each worker that pushed, its last applied push and its position."""
+    def table(self, held: Slice | None = None) -> tuple[WorkerRow, ...]:
+        """The dedup table, of one slice or all: each worker's last applied push, its position."""
         return tuple(
             WorkerRow(name, client.peer.incarnation, client.applied, client.position)
             for name, client in sorted(self._clients.items())
-            if client.applied
+            if name.startswith("worker-") and (held is None or client.slice is held)
         )
 
     def _report(self) -> Send:
@@ -365,3 +341,26 @@ class Shard:
                 staleness,
             ),
         )
+
+
+def _slices(start: ShardStart, *, allocate: Allocate, handouts: Handouts) -> dict[int, Slice]:
+    """The slices of a shard by the place of their first element in the flat vector."""
+    decays = list(start.decays) or [(Range(0, len(start.span)), 0.0)]
+    found = {}
+    for partition in start.partitions or (start.span,):
+        span = partition.intersection(start.span)
+        if not span:
+            continue
+        own = span.shift(-start.span.start)
+        parts = [(part.intersection(own), decay) for part, decay in decays]
+        found[span.start] = Slice(
+            span,
+            start.values[own.slice()],
+            {name: vector[own.slice()] for name, vector in start.state.items()},
+            rule=start.rule,
+            decays=[(part.shift(-own.start), decay) for part, decay in parts if part],
+            version=start.version,
+            allocate=allocate,
+            handouts=handouts,
+        )
+    return found

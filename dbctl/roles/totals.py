@@ -6,6 +6,7 @@ Rules of this file: pure. Losses are kept by epoch, everything else from the beg
 from __future__ import annotations
 
 from dbctl.roles.base import BatchResult
+from dbctl.roles.conversation import Conversation
 from dbctl.roles.local import LocalCopy
 from dbctl.wire import Loss, Position, Report
 
@@ -42,7 +43,15 @@ class Totals:
         self.last_epoch = Loss(self.loss_sum, self.rows)
         self.loss_sum, self.rows = 0.0, 0
 
-    def report(self, state: str, position: Position, *, until: int, local: LocalCopy) -> Report:
+    def report(
+        self,
+        state: str,
+        position: Position,
+        *,
+        until: int,
+        local: LocalCopy,
+        talk: Conversation,
+    ) -> Report:
         return Report(
             state=state,
             position=position,
@@ -56,8 +65,10 @@ class Totals:
             compute_s=self.compute_s,
             fetch_wait_s=self.fetch_wait_s,
             push_wait_s=self.push_wait_s,
+            exchange_wait_s=talk.waited_s,
             bytes_pushed=local.bytes_pushed,
             bytes_fetched=local.bytes_fetched,
+            bytes_exchanged=talk.bytes_sent,
             refused=self.refused,
             refused_in_a_row=self.refused_in_a_row,
             refused_where=self.refused_where,

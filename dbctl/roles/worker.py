@@ -122,7 +122,7 @@ class Channel:
         """Asks for the parameters once push `after` is in them."""
         assert not self.asked, f"{self.shard}: a second fetch while one is under way"
         self._number += 1
-        self._fetch = Fetch(self.term, self._number, max(after, 0), self._returned)
+        self._fetch = Fetch(self.term, self._number, max(after, 0), self._returned, self.span.start)
         self._fetch_timer.begin(now)
         return [Send(self.shard, self._fetch)]
 

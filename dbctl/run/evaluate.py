@@ -37,7 +37,14 @@ from dbctl.run.predictions import PredictionsFile
 from dbctl.run.resume import check_network
 from dbctl.run.saver import Saved
 from dbctl.run.session import Outcome, Session
-from dbctl.run.setting import LEASE_S, STATISTICS, Origin, make_nodes, new_run_id
+from dbctl.run.setting import (
+    LEASE_S,
+    STATISTICS,
+    Origin,
+    evaluator_groups,
+    make_nodes,
+    new_run_id,
+)
 from dbctl.run.signals import Signals
 from dbctl.rundir import RunDir, open_
 from dbctl.wire import Exited
@@ -265,7 +272,7 @@ def evaluation_start(plan: Plan, *, predictions: bool) -> CoordinatorStart:
         workers={},
         parts={},
         shards=[span.node for span in plan.shards],
-        evaluators=[node.node for node in plan.of_role("evaluator")],
+        evaluators=evaluator_groups(plan),
         stop=StopSpec(),
         save=False,
         predictions=predictions,

@@ -15,9 +15,12 @@ from queue import SimpleQueue
 from dbctl.checkpoint.layout import Facts
 from dbctl.checkpoint.writer import Writer, clean
 from dbctl.errors import CheckpointError
-from dbctl.model.tensor import Tensor
+from dbctl.model.cut import NetworkCut
+from dbctl.model.network import tensors
 from dbctl.optim.gradients import is_finite
+from dbctl.region import Range
 from dbctl.roles.cuts import CompleteCut
+from dbctl.wire import CutPart
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,15 @@ class Saver:
         self,
         directory: Path,
         *,
-        tensors: Sequence[Tensor],
+        cut: NetworkCut,
         vectors: Sequence[str],
         keep: int,
         wake: Callable[[], None],
     ) -> None:
         clean(directory)
         self._directory = directory
-        self._tensors = tensors
+        self._network = cut
+        self._tensors = tensors(cut.spec)
         self._vectors = vectors
         self._keep = keep
         self._wake = wake
@@ -79,7 +83,15 @@ class Saver:
                 keep=self._keep,
             ) as writer:
                 for part in cut.parts:
-                    writer.put(part.vector, part.start, part.payload)
+                    put_part(writer, self._network, part)
                 return Saved(cut.step, writer.finish(facts))
         except CheckpointError as error:
             return Saved(cut.step, None, str(error))
+
+
+def put_part(writer: Writer, cut: NetworkCut, part: CutPart) -> None:
+    """Places what a shard sent, a range of the cut's flat vector, in the whole tensors."""
+    span = Range(part.start, part.start + len(part.payload))
+    for piece in cut.pieces:
+        for start, run in piece.runs(span.intersection(piece.range)):
+            writer.put(part.vector, start, part.payload[run.slice(span.start)])

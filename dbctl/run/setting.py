@@ -70,7 +70,10 @@ def resolve_threads(experiment: Experiment) -> Experiment:
     given = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0))
     threads = int(given) if given.isdigit() and int(given) > 0 else None
-    return replace(experiment, threads=threads or max(1, cores // experiment.replicas))
+    grid = experiment.partition.grid
+    partitions = grid[0] * grid[1] if grid is not None else experiment.partition.count
+    processes = experiment.replicas * partitions
+    return replace(experiment, threads=threads or max(1, cores // processes))
 
 
 def plan_of(experiment: Experiment, train: Source, test: Source | None) -> Plan:
@@ -99,7 +102,10 @@ def coordinator_start(plan: Plan, origin: Origin) -> CoordinatorStart:
     downpour = optimizer if isinstance(optimizer, DownpourSpec) else None
     warmstart = downpour.warmstart.steps if downpour and downpour.warmstart else 0
     return CoordinatorStart(
-        workers={node.replica: (node.node,) for node in plan.of_role("worker")},
+        workers={
+            replica: [node.node for node in plan.replica_of(replica)]
+            for replica in range(len(plan.rows))
+        },
         parts={
             replica: Part(
                 rows=rows,
@@ -109,7 +115,7 @@ def coordinator_start(plan: Plan, origin: Origin) -> CoordinatorStart:
             for replica, rows in enumerate(plan.rows)
         },
         shards=[span.node for span in plan.shards],
-        evaluators=[node.node for node in plan.of_role("evaluator")],
+        evaluators=evaluator_groups(plan),
         stop=experiment.stop,
         evaluate=experiment.evaluate.every,
         checkpoint=experiment.checkpoint.every,
@@ -119,6 +125,14 @@ def coordinator_start(plan: Plan, origin: Origin) -> CoordinatorStart:
         examples=origin.examples,
         seconds=origin.seconds,
     )
+
+
+def evaluator_groups(plan: Plan) -> list[list[str]]:
+    """The nodes of each evaluator in the order of their partitions."""
+    groups: dict[int, list[str]] = {}
+    for node in plan.of_role("evaluator"):
+        groups.setdefault(node.replica, []).append(node.node)
+    return list(groups.values())
 
 
 def state_vectors(experiment: Experiment) -> list[str]:
@@ -153,8 +167,10 @@ def make_nodes(
             lease_s=lease_s,
             threads=node.threads,
             experiment=experiment,
-            shards=plan.shards,
+            shards=plan.shards if node.role == "shard" else plan.held_by(node.partition),
             replica=node.replica,
+            partition=node.partition,
+            partners=_partners(plan, node),
             restore=origin.restore,
             statistics=str(statistics_path) if statistics_path.exists() else "",
             position=origin.positions.get(node.replica, BEGINNING),
@@ -171,6 +187,21 @@ def make_nodes(
     return nodes
 
 
+def _partners(plan: Plan, node: NodePlan) -> tuple[tuple[int, str], ...]:
+    """The other partitions of the same replica or evaluator."""
+    return tuple(
+        (other.partition, other.node)
+        for other in plan.of_role(node.role)
+        if other.replica == node.replica and other.partition != node.partition
+    )
+
+
 def _talks_to(plan: Plan, node: NodePlan) -> tuple[str, ...]:
-    """Workers and evaluators connect to the shards; a shard answers on the way it was asked."""
-    return () if node.role == "shard" else tuple(span.node for span in plan.shards)
+    """Only the shards that hold its ranges, and its replica's other partitions.
+
+    A shard answers on the way it was asked.
+    """
+    if node.role == "shard":
+        return ()
+    shards = [span.node for span in plan.held_by(node.partition)]
+    return (*shards, *(name for _, name in _partners(plan, node)))

@@ -151,7 +151,7 @@ class Life:
         assert callable(wake)
         return Saver(
             self.run_dir.checkpoints,
-            tensors=self.plan.tensors,
+            cut=self.plan.cut,
             vectors=state_vectors(self.experiment),
             keep=self.experiment.checkpoint.keep,
             wake=wake,
@@ -169,7 +169,7 @@ class Life:
                 updates=cut.updates,
                 rows=tuple(ReplicaRow.at(r, p) for r, p in sorted(cut.rows.items())),
                 replicas=self.experiment.replicas,
-                partitions=self.experiment.partition.count,
+                partitions=self.plan.cut.count,
                 shards=len(self.plan.shards),
                 seconds=figures.seconds(now),
                 epochs=figures.epochs,
