@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import check_gradient, dropped
 
+from dbctl.data.dataset import Dataset
+from dbctl.data.sources import open_source
+from dbctl.experiment.specs import DigitsSource
 from dbctl.model.initial import initial_values
 from dbctl.model.kernels.dropout import BLOCK, Dropout
 from dbctl.model.layers.dense import DenseSpec
@@ -18,7 +21,9 @@ from dbctl.model.layers.lcn import LcnSpec
 from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import NetworkSpec, n_parameters
 from dbctl.model.passes import Network
+from dbctl.node.compute import NetworkGradient
 from dbctl.region import Box, Range
+from dbctl.wire import Position
 
 LABEL = Draw(7, 0, 12).label(3)
 
@@ -171,6 +176,28 @@ def test_a_pass_without_a_draw_for_its_rows_is_a_programming_error() -> None:
     layer.draw(LABEL, 3)
     with pytest.raises(AssertionError):
         layer.forward([], np.ones((4, 2)), np.empty((4, 2)))
+
+
+class Recorder:
+    """A share of a network that only keeps what it was asked for."""
+
+    tensors = ()
+
+    def gradient(self, parameters, x, targets, *, out, draw):
+        self.draw = draw
+        return 0.0
+        yield
+
+
+def test_a_worker_draws_by_its_seed_its_replica_and_its_own_step() -> None:
+    """So a resumed run, whose positions go on, drops what it would have dropped."""
+    source = DigitsSource(split="train")
+    rows, share = Dataset(open_source(source), source, rows=np.arange(20)), Recorder()
+    worker = NetworkGradient(share, rows, seed=5, replica=1, batch_size=4)
+    nothing = np.empty(0, np.float32)
+    for at in (Position(33, 6, 3), Position(34, 6, 4), Position(35, 7, 0)):
+        assert list(worker.compute(at, nothing, nothing)) == []
+        assert share.draw == Draw(5, 1, at.step)
 
 
 def test_a_step_allocates_no_array_of_the_size_of_a_layer() -> None:
