@@ -286,3 +286,52 @@ def dropped(label: str, *, nodes: int, rows: int, batch_size: int, rate: float) 
             if halves[row] >= rate * 2**32:
                 factors[node, row] = 1 / (1 - rate)
     return factors
+
+
+# --------------------------------------------- filters (conv2d, local2d): one number at a time
+
+
+def filter_zeros(inputs: int, kernel: int, stride: int) -> int:
+    """How many zeros padding `same` puts before `inputs` nodes: TensorFlow's rule."""
+    overhang = inputs % stride or stride
+    return max(0, kernel - overhang) // 2
+
+
+def filtered(spec: Any, parameters: list[Array], x: Array) -> Array:
+    """x (rows, columns, channels, n) through a layer of filters, one product after another."""
+    y = np.zeros((*spec.output_shape(x.shape[:3]), x.shape[-1]))
+    for r, q, m in np.ndindex(y.shape[:3]):
+        y[r, q, m] += parameters[1][(r, q, m) if spec.type == "local2d" else m]
+    for node, weight, seen in _filter_edges(spec, x.shape):
+        y[node] += parameters[0][weight] * x[seen]
+    return _ACTIVATE[spec.activation](y)
+
+
+def filtered_back(
+    spec: Any, parameters: list[Array], x: Array, *, dy: Array
+) -> tuple[list[Array], Array]:
+    """(gradients by weight and bias, gradient by x), one edge after another."""
+    delta = dy * _SLOPE[spec.activation](filtered(spec, parameters, x))
+    d_weight, dx = np.zeros_like(parameters[0]), np.zeros_like(x)
+    for node, weight, seen in _filter_edges(spec, x.shape):
+        d_weight[weight] += float(np.dot(delta[node], x[seen]))
+        dx[seen] += parameters[0][weight] * delta[node]
+    d_bias = delta.sum(axis=-1)
+    return [d_weight, d_bias if spec.type == "local2d" else d_bias.sum(axis=(0, 1))], dx
+
+
+def _filter_edges(
+    spec: Any, shape: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """(output node, index of the weight, input node) of every edge."""
+    before = [0, 0]
+    if spec.padding == "same":
+        sides = zip(shape[:2], spec.kernels, spec.strides, strict=True)
+        before = [filter_zeros(*side) for side in sides]
+    for r, q, m in np.ndindex(spec.output_shape(shape[:3])):
+        for i, j, c in np.ndindex(*spec.kernels, shape[2]):
+            row = r * spec.strides[0] + i - before[0]
+            column = q * spec.strides[1] + j - before[1]
+            if 0 <= row < shape[0] and 0 <= column < shape[1]:
+                weight = (r, q, m, i, j, c) if spec.type == "local2d" else (m, c, i, j)
+                yield (r, q, m), weight, (row, column, c)

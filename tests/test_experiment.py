@@ -39,7 +39,9 @@ from dbctl.experiment.specs import (
     Warmstart,
 )
 from dbctl.experiment.tree import MAX_BYTES, resolve_scalar
+from dbctl.model.layers.conv2d import Conv2dSpec
 from dbctl.model.layers.dense import DenseSpec
+from dbctl.model.layers.local2d import Local2dSpec
 from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import NetworkSpec
 from dbctl.optim.rules import AdagradRuleSpec, AdamRuleSpec, MomentumRuleSpec, SgdRuleSpec
@@ -606,6 +608,22 @@ FIRST_LAYER = [
         "network.layers.0.size: expected a window within the 8 rows below, found 9: "
         "(8 - 9) / 4 + 1 is less than 1",
     ),
+    (
+        "{type: conv2d, maps: 4, kernel: [2, 9]}",
+        "network.layers.0.kernel: expected a kernel within the 8 columns below, found 9: "
+        "(8 - 9) / 1 + 1 is less than 1; or use padding: same",
+    ),
+    (
+        "{type: local2d, maps: 4, kernel: 10, stride: 5}",
+        "network.layers.0.kernel: expected a kernel within the 8 rows below, found 10: "
+        "(8 - 10) / 5 + 1 is less than 1; or use padding: same",
+    ),
+    (
+        "{type: local2d, maps: 4, kernel: 3, padding: full}",
+        "network.layers.0.padding: expected one of `valid`, `same`",
+    ),
+    ("{type: conv2d, kernel: 3}", "network.layers.0.maps: is required"),
+    ("{type: conv2d, maps: 4, kernel: 0}", "network.layers.0.kernel: expected a whole number"),
     ("{type: lcn, window: 4}", "network.layers.0.window: expected an odd number, found 4; write 3"),
     ("{type: pool, kind: min}", "network.layers.0.kind: expected one of `max`, `mean`, `l2`"),
     ("{type: pool, kind: max, size: 0}", "network.layers.0.size: expected a whole number"),
@@ -630,6 +648,14 @@ def test_a_layer_that_cannot_stand_on_the_nodes_below(layer: str, said: str) -> 
             "network.layers.1.type: expected rows, columns and maps below pool, found [9]",
         ),
         (
+            "[{type: dense, units: 9}, {type: local2d, maps: 1, kernel: 1}]",
+            "network.layers.1.type: expected rows, columns and maps below local2d, found [9]",
+        ),
+        (
+            "[{type: conv2d, maps: 10, kernel: 3}]",
+            "network.layers.0.type: expected outputs in one row, found nodes of shape [6, 6, 10]",
+        ),
+        (
             "[{type: pool, kind: max, size: 5}, {type: pool, kind: max}, {type: dense, units: 2}]",
             "network.layers.1.size: expected a window within the 1 rows below, found 2",
         ),
@@ -645,11 +671,17 @@ def test_layers_one_on_another(layers: str, said: str) -> None:
 def test_all_layers_together_are_taken_and_written_again() -> None:
     lines = EXAMPLE.splitlines(keepends=True)
     stack = (
+        "{type: conv2d, maps: 4, kernel: 5, padding: same}, "
+        "{type: local2d, maps: 2, kernel: [2, 3], stride: [2, 1], activation: relu, init: he}, "
         "{type: lcn, window: 3}, {type: pool, kind: max, size: [2, 3], stride: 1}, {type: dropout}"
     )
     lines[8:11] = [f"  layers: [{stack}, {{type: dense, units: 10}}]\n"]
     experiment = parse("".join(lines))
-    assert experiment.network.layers[1] == PoolSpec(kind="max", size=(2, 3), stride=1)
+    assert experiment.network.layers[0] == Conv2dSpec(maps=4, kernel=5, padding="same")
+    assert experiment.network.layers[1] == Local2dSpec(
+        maps=2, kernel=(2, 3), stride=(2, 1), activation="relu", init="he"
+    )
+    assert experiment.network.layers[3] == PoolSpec(kind="max", size=(2, 3), stride=1)
     assert from_json(to_json(experiment)) == experiment
     assert parse(to_yaml(experiment)) == experiment
 

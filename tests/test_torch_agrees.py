@@ -8,7 +8,10 @@ import torch
 
 from dbctl.model.initial import initial_values
 from dbctl.model.kernels.pool import Pool
+from dbctl.model.layers.conv2d import Conv2dSpec
 from dbctl.model.layers.dense import DenseSpec
+from dbctl.model.layers.filters import FilterSpec
+from dbctl.model.layers.local2d import Local2dSpec
 from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import NetworkSpec, n_parameters, tensors
 from dbctl.model.passes import Network
@@ -100,3 +103,60 @@ def test_pooling_and_its_gradient_agree(kind: str, size, stride) -> None:
     np.testing.assert_allclose(out.transpose(3, 2, 0, 1), y.detach().numpy(), rtol=1e-6)
     layer.backward([], x[seen], out, delta=dy, gradients=[], dx=dx[seen])
     np.testing.assert_allclose(dx.transpose(3, 2, 0, 1), theirs.grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def torch_filters(
+    spec: FilterSpec, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """`x` is (n, maps, rows, columns). torch has no untied filters: windows times weights."""
+    if spec.padding == "same":  # as torch's own, which warns of even kernels
+        down, across = ((k - 1) // 2 for k in spec.kernels)
+        around = (across, spec.kernels[1] - 1 - across, down, spec.kernels[0] - 1 - down)
+        x = torch.nn.functional.pad(x, around)
+    if spec.type == "conv2d":
+        z = torch.nn.functional.conv2d(x, weight, bias, spec.strides)
+    else:
+        windows = x.unfold(2, spec.kernels[0], spec.strides[0])
+        windows = windows.unfold(3, spec.kernels[1], spec.strides[1])
+        z = torch.einsum("ncrqij,rqmijc->nmrq", windows, weight) + bias.permute(2, 0, 1)
+    return FUNCTIONS[spec.activation](z)
+
+
+@pytest.mark.parametrize("family", [Conv2dSpec, Local2dSpec], ids=lambda family: family.type)
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"),
+    [(5, 1, "valid"), (5, 1, "same"), ((4, 3), 1, "same"), (4, (3, 2), "valid"), (2, 3, "valid")],
+)
+def test_networks_of_filters_agree(family: type[FilterSpec], kernel, stride, padding) -> None:
+    """Each tensor's gradient within 1e-5 of its largest entry, in float32; nodes flatten alike."""
+    keys = {"kernel": kernel, "stride": stride, "padding": padding, "type": family.type}
+    layers = (
+        family(maps=6, activation="tanh", **keys),
+        family(maps=5, activation="sigmoid", **(keys | {"stride": 1, "kernel": 3})),
+        DenseSpec(units=10),
+    )
+    spec = NetworkSpec(input=(18, 16, 3), layers=layers, loss="softmax")
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((18, 16, 3, 20), dtype=np.float32)
+    labels = rng.integers(0, 10, 20)
+    parameters = initial_values(spec, 5, Range(0, n_parameters(spec)))
+    gradient = np.empty_like(parameters)
+    network = Network(spec, batch_size=20)
+    total = network.gradient(parameters, x.reshape(-1, 20), labels, out=gradient)
+
+    theirs = [
+        torch.tensor(parameters[t.range.slice()].reshape(t.shape), requires_grad=True)
+        for t in tensors(spec)
+    ]
+    z = torch.tensor(x.transpose(3, 2, 0, 1).copy())
+    for index, layer in enumerate(layers[:2]):
+        z = torch_filters(layer, z, *theirs[2 * index : 2 * index + 2])
+    z = torch.nn.functional.linear(z.permute(0, 2, 3, 1).flatten(1), *theirs[-2:])
+    mean = torch_loss("softmax", z, torch.tensor(labels))
+    mean.backward()
+    assert total / 20 == pytest.approx(mean.item(), rel=1e-5)
+    for tensor, their in zip(tensors(spec), theirs, strict=True):
+        expected = their.grad.numpy()
+        mine = gradient[tensor.range.slice()].reshape(tensor.shape)
+        tolerance = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(mine, expected, rtol=0, atol=tolerance, err_msg=tensor.name)
