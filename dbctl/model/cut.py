@@ -230,11 +230,10 @@ def _own(shape: tuple[int, ...], grid: Grid) -> tuple[Box, ...]:
 
 def _with_ways(spec: NetworkSpec, grid: Grid) -> NetworkCut:
     owned = tuple(_own(shape, grid) for shape in node_shapes(spec))
-    outputs: tuple[Way, ...] = ("outputs",) * len(spec.layers)
-    cut = NetworkCut(spec, owned, outputs)
-    ways: list[Way] = []
+    ways: list[Way] = ["outputs" for _ in spec.layers]
+    cut = NetworkCut(spec, owned, tuple(ways))
     for layer, layer_spec in enumerate(spec.layers):
-        ways.append(_cheaper(cut, layer, layer_spec))
+        ways[layer] = _cheaper(cut, layer, layer_spec)
     return NetworkCut(spec, owned, tuple(ways))
 
 

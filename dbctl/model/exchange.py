@@ -15,11 +15,12 @@ a partition). A key says which exchange of a pass it is: its phase and the layer
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # an agent loads the roles' types, never numpy
+    from numpy.typing import NDArray
 
-Array = NDArray[Any]
+Array: TypeAlias = "NDArray[Any]"
 
 PHASES = ("states", "sums", "weights", "max", "total", "deltas", "back", "shares", "rank")
 
