@@ -22,6 +22,7 @@ products of their own, so that nothing is multiplied by padding.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,11 @@ class Bands:
         self.blocks = self.rows + self.reach - 1
         width = self.kernel[1] * self.in_maps
         self.block_nodes = self.strides[0] * width
-        self._batch_size, self._dtype = batch_size, dtype
-        self._band = Buffer((self._height, *self.kernel[1:], self.in_maps), batch_size, dtype=dtype)
-        self._turned_band = np.zeros(self._height * width * batch_size, dtype)
-        self._turned = np.zeros(np.prod(self._seen) * batch_size, dtype)
+        self._band_row = (self.kernel[1], self.in_maps)
+        self._band = Buffer((self._height, *self._band_row), batch_size, dtype=dtype)
+        self._turned_band = _pitched((self._height, *self._band_row), batch_size, dtype=dtype)
+        self._turned = _pitched(self._seen, batch_size, dtype=dtype)
+        self._dtype = dtype
         self._d_band = Buffer((self.blocks * self.strides[0], width), batch_size, dtype=dtype)
 
     # ------------------------------------------------------------------------------- forward
@@ -94,21 +96,19 @@ class Bands:
         rows = np.moveaxis(x, -1, 0)
         if rows.flags.c_contiguous:
             return rows
-        turned = self._turned[: x.size].reshape(rows.shape)
+        turned = self._turned[: len(rows)]
         np.copyto(turned, rows)
         return turned
 
     def turned_windows(self, n: int) -> Array:
         """(rows, n, k j C): the windows of whatever column was read last by `read_turned`."""
-        band = self._turned_bands(n)
-        item = band.itemsize
-        row = self.kernel[1] * self.in_maps * item
+        pitch, row, _, item = self._turned_band.strides
         shape = (self.rows, n, self.n_inputs)
-        return as_strided(band, shape, (self.strides[0] * row, band.strides[0], item))
+        return as_strided(self._turned_band, shape, (self.strides[0] * row, pitch, item))
 
     def read_turned(self, turned: Array, column: int) -> None:
         """Copies the band of an output column from what `turn` returned."""
-        band = self._turned_bands(len(turned))
+        band = self._turned_band[: len(turned)]
         seen, within = self._inner(column)
         top, bottom = self._lead[0], self._lead[0] + self._seen[0]
         np.copyto(band[:, top:bottom, within], turned[:, :, seen])
@@ -121,45 +121,54 @@ class Bands:
 
     # --------------------------------------------------- backward, the gradient by the input
 
-    def lay(self, weight: Array, laid: Array) -> None:
-        """Lays out weights (.., maps, k j C) as (.., reach, maps, block_nodes) or by blocks.
+    def make_laid(self, *, shared: bool) -> Array:
+        """Memory for `lay`, zeros: (1 or blocks, reach, maps, block_nodes)."""
+        blocks = 1 if shared else self.blocks
+        return np.zeros((blocks, self.reach, self.maps, self.block_nodes), self._dtype)
 
-        `laid` has an axis of blocks if `weight` has one of rows.
+    def lay(self, weight: Array, laid: Array) -> None:
+        """Lays out a column's weights (1 or rows, maps, k j C) for `products`.
+
+        Row r's at kernel rows from t stride on go to block r + t, at u = reach - 1 - t. What a
+        kernel lacks to whole strides stays zero.
         """
-        for u in range(self.reach):
-            first = (self.reach - 1 - u) * self.block_nodes
-            part = weight[..., first : first + self.block_nodes]
-            if weight.ndim == 2:
-                laid[u, :, : part.shape[-1]] = part
-            else:
-                block = self.reach - 1 - u
-                laid[block : block + self.rows, u, :, : part.shape[-1]] = part
+        whole, rest = divmod(self.n_inputs, self.block_nodes)
+        block, u, of_map, item = laid.strides
+        by_row = as_strided(
+            laid[0, -1:],
+            (len(weight), self.maps, self.reach, self.block_nodes),
+            (block, of_map, (block if len(laid) > 1 else 0) - u, item),
+        )
+        source = weight[..., : whole * self.block_nodes]
+        np.copyto(by_row[:, :, :whole], source.reshape(*source.shape[:2], whole, self.block_nodes))
+        if rest:
+            np.copyto(by_row[:, :, whole, :rest], weight[..., -rest:])
 
     def products(self, laid: Array, delta: Array) -> list[Product]:
         """(a, b, out) of each product that makes the gradient by a band: out = a b.
 
-        `delta` (rows, maps, n), contiguous, is the gradient of one column.
+        `delta` (rows, maps, n), contiguous, is the gradient of one column. The products are views:
+        they are made once a pass and computed for each column.
         """
         n, reach = delta.shape[-1], self.reach
         out = self._d_band.rows(n).reshape(self.blocks, self.block_nodes, n)
-        flat = delta.reshape(-1, n)
-        found = []
+        nodes = delta.reshape(-1, n)
+        found: list[Product] = []
         for block in range(self.blocks):
             first, last = max(0, block - reach + 1), min(self.rows, block + 1)
-            if last - first == reach:
-                continue
-            skipped = first - (block - reach + 1)
-            weights = laid[block] if laid.ndim == 4 else laid
-            part = weights[skipped : skipped + last - first].reshape(-1, self.block_nodes)
-            found.append((part.T, flat[first * self.maps : last * self.maps], out[block]))
-        inner = slice(reach - 1, self.rows)
+            if last - first < reach:
+                u = first - (block - reach + 1)
+                weights = laid[block if len(laid) > 1 else 0, u : u + last - first]
+                seen = nodes[first * self.maps : last * self.maps]
+                found.append((weights.reshape(-1, self.block_nodes).T, seen, out[block]))
         if self.rows >= reach:
-            weights = laid[inner] if laid.ndim == 4 else laid[None]
+            inner = slice(reach - 1, self.rows)
+            weights = laid[inner] if len(laid) > 1 else laid
             weights = weights.reshape(len(weights), -1, self.block_nodes)
-            row, node, item = delta.strides
             shape = (self.rows - reach + 1, reach * self.maps, n)
-            seen = as_strided(delta, shape, (row, node, item))
-            found.append((weights.transpose(0, 2, 1), seen, out[inner]))
+            found.append(
+                (weights.transpose(0, 2, 1), as_strided(delta, shape, delta.strides), out[inner])
+            )
         return found
 
     def add_to(self, dx: Array, column: int) -> None:
@@ -173,12 +182,19 @@ class Bands:
 
     # ------------------------------------------------------------------------------ geometry
 
-    def _turned_bands(self, n: int) -> Array:
-        shape = (n, self._height, self.kernel[1], self.in_maps)
-        return self._turned_band[: self._turned_band.size // self._batch_size * n].reshape(shape)
-
     def _inner(self, column: int) -> tuple[slice, slice]:
         """The columns of the input box that an output column sees, and their place in its band."""
         first = column * self.strides[1] - self._lead[1]
         start, stop = max(0, first), min(self._seen[1], first + self.kernel[1])
         return slice(start, stop), slice(start - first, stop - first)
+
+
+def _pitched(shape: tuple[int, ...], rows: int, *, dtype: str) -> Array:
+    """Zeros (rows, *shape), each of the rows an odd number of cache lines after the last.
+
+    Rows that are a power of two apart compete for a few places in the cache: turning an input of
+    320,000 bytes a row was ten times slower.
+    """
+    size, line = prod(shape), 64 // np.dtype(dtype).itemsize
+    flat = np.zeros((rows, (-(-size // line) | 1) * line), dtype)
+    return flat[:, :size].reshape(rows, *shape)

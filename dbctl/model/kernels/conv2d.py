@@ -42,7 +42,7 @@ class Conv2d:
         self._mask = Buffer(column, batch_size, dtype=bool)
         self._delta = Buffer(column, batch_size, dtype=dtype)
         self._weight = np.zeros((bands.maps, *bands.kernel, bands.in_maps), dtype)
-        self._laid = np.zeros((bands.reach, bands.maps, bands.block_nodes), dtype)
+        self._laid = bands.make_laid(shared=True)
         self._d_weights = np.zeros((bands.rows, bands.maps, bands.n_inputs), dtype)
         self._d_column = np.zeros((bands.maps, bands.n_inputs), dtype)
         self._d_weight = np.zeros((bands.maps, bands.n_inputs), dtype)
@@ -79,7 +79,7 @@ class Conv2d:
         products = []
         if dx is not None:
             dx[...] = 0
-            bands.lay(self._filters(parameters[0]), self._laid)
+            bands.lay(self._filters(parameters[0])[None], self._laid)
             products = bands.products(self._laid, own)
         self._d_weight[...] = 0
         for column in range(bands.columns):

@@ -40,7 +40,7 @@ class Local2d:
         self._ones = np.ones(batch_size, dtype)
         self._mask = Buffer(column, batch_size, dtype=bool)
         self._delta = Buffer(column, batch_size, dtype=dtype)
-        self._laid = np.zeros((bands.blocks, bands.reach, bands.maps, bands.block_nodes), dtype)
+        self._laid = bands.make_laid(shared=False)
 
     def forward(self, parameters: Sequence[Array], x: Array, out: Array) -> None:
         """Writes f(W x + b) of each position into `out`, the box's shape and n.
