@@ -246,7 +246,6 @@ class _Task:
             lease_s=lease_s,
         )
         try:
-            launcher.start_async()
             return session.run(nodes)
         finally:
             shutil.rmtree(runtime, ignore_errors=True)

@@ -29,6 +29,7 @@ class Node:
     order: Start
     agent: str
     talks_to: Sequence[str]
+    partners: Sequence[str] = ()  # the other partitions of its replica
     needed: bool = True  # the run begins when all that are needed are ready
     ordered_at: float | None = None
     first_ordered_at: float = 0.0
@@ -41,6 +42,7 @@ class Node:
     exited: Exited | None = None
     killed_at: float | None = None  # when its silence made us order its end; said again since
     kill_at: float = 0.0
+    ended_with: str = ""  # the partner whose death ended it
 
     @property
     def alive(self) -> bool:
@@ -84,8 +86,22 @@ class Nodes:
                 node.exited = message
                 if node.killed_at is not None and not message.word:
                     word = f"nothing was heard of it for {self._lease_s:g} s"
+                    if node.ended_with:
+                        word = f"its replica ended with {node.ended_with}"
                     node.exited = replace(message, word=word)
+                return self._end_partners(now, name)
         return []
+
+    def _end_partners(self, now: float, name: str) -> Sends:
+        """One dead partition ends its whole replica, and only that (reliability.md, G4)."""
+        sends: Sends = []
+        for other in self.nodes[name].partners:
+            partner = self.nodes[other]
+            if partner.alive and partner.killed_at is None:
+                partner.killed_at, partner.ended_with = now, name
+                partner.kill_at = now + REPEAT_S
+                sends.append((partner.agent, Kill(other, partner.order.incarnation)))
+        return sends
 
     def begin(self, now: float) -> Sends:
         """All needed are ready: introduces them, and starts the others."""
@@ -112,7 +128,8 @@ class Nodes:
                 sends += self._order(now, node)
             # Thirty-two interpreters that load on two cores beat late for the first time.
             limit_s = self._lease_s if node.has_beaten else max(self._lease_s, START_LIMIT_S)
-            if now - node.beat_at > limit_s and now >= node.kill_at:
+            silent = now - node.beat_at > limit_s or bool(node.ended_with)
+            if silent and now >= node.kill_at:
                 node.killed_at = now if node.killed_at is None else node.killed_at
                 node.kill_at = now + REPEAT_S
                 sends.append((node.agent, Kill(name, node.order.incarnation)))

@@ -87,6 +87,7 @@ class Session:
         self._outcome: Outcome | None = None
         self._hard_at: float | None = None
         self._n_signals = 0
+        self._hurry = False
         self._awake_at = 0.0
 
     def run(
@@ -96,7 +97,7 @@ class Session:
     ) -> Outcome:
         """From the agents' READY to the end; LaunchError where the nodes do not come up."""
         try:
-            self._agents = self._launcher.wait_ready()
+            self._agents = self._launcher.start()
             agent = self._agents[0]
             self._link = Link(
                 run=self._run_id,
@@ -191,7 +192,7 @@ class Session:
                 known = self._nodes.nodes.get(node)
                 if known is None or not known.alive:
                     return
-                self._nodes.receive(now, node, message)
+                self._send_all(self._nodes.receive(now, node, message))
                 message = known.exited or message
                 if self._outcome is not None or not self._nodes.ready:
                     return
@@ -225,6 +226,7 @@ class Session:
                 self._act(self._coordinator.interrupt(now, self._signals.status))
         late = self._hard_at is not None and now >= self._hard_at
         if self._outcome is None and (self._n_signals > 1 or late):
+            self._hurry = True
             reason = "the final checkpoint was not waited for" if late else "stopped at once"
             self._outcome = Outcome(status=self._signals.status, reason=reason)
 
@@ -269,13 +271,15 @@ class Session:
                 self._say_goodbye(self._link)
             self._link.close(0.2)
         if self._saver is not None:
-            self._saver.close(SHORT_GOODBYE_S)
+            self._saver.close(SHORT_GOODBYE_S if self._hurry else GOODBYE_S)
+            while not self._saver.answers.empty():  # it may have ended with the run
+                self._records.saved(self._saver.answers.get())
         self._launcher.stop(2.0)
         shutil.rmtree(self._runtime, ignore_errors=True)
 
     def _say_goodbye(self, link: Link) -> None:
         """Nodes end by themselves when the run was orderly; else, and after a while, are killed."""
-        orderly = self._outcome is not None and self._n_signals < 2 and not self._outcome.error
+        orderly = self._outcome is not None and not self._hurry and not self._outcome.error
         deadline = _now() + (GOODBYE_S if orderly else SHORT_GOODBYE_S)
         self._send_all(self._nodes.finish() if orderly else self._nodes.kill())
         while not self._nodes.all_ended() and _now() < deadline:
@@ -283,6 +287,7 @@ class Session:
                 if isinstance(message, Exited):
                     self._nodes.receive(_now(), message.node, message)
             if self._signals.count > max(1, self._n_signals):
+                self._hurry = True
                 break
         for agent in self._agents:
             link.send(agent.name, Finish())

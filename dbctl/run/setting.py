@@ -182,6 +182,7 @@ def make_nodes(
             order=start_order(spec, nice=nice),
             agent=agent.name,
             talks_to=_talks_to(plan, node),
+            partners=[name for _, name in _partners(plan, node)],
             needed=node.role != "evaluator" or not plan.of_role("worker"),
         )
     return nodes

@@ -114,7 +114,6 @@ class Life:
         launcher = LocalLauncher(
             runtime=runtime, run=self.run_id, logs=self.run_dir.logs, lease_s=lease_s
         )
-        launcher.start_async()
         info = RunInfo.of_this_process(self.run_id, control=runtime, command=sys.argv)
         self.run_dir.write_info(info)
         records = RunRecords(self.run_dir, self.display, self.coordinator, now=time.monotonic)
