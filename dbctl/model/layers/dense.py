@@ -46,6 +46,10 @@ class DenseSpec:
         """The input nodes that the output nodes `box` see: all of them."""
         return Box.whole(inputs)
 
+    def flops(self, inputs: tuple[int, ...], box: Box) -> int:
+        """Floating-point operations of one example forward; biases and activations not counted."""
+        return 2 * len(box) * prod(inputs)
+
     def tensors(self, inputs: tuple[int, ...], box: Box) -> tuple[LayerTensor, ...]:
         """Weight (units, inputs), as in torch, and bias (units,), of the output nodes `box`.
 

@@ -52,6 +52,10 @@ class DropoutSpec:
         """The input nodes that the output nodes `box` see: the same."""
         return box
 
+    def flops(self, inputs: tuple[int, ...], box: Box) -> int:
+        """Floating-point operations of one example forward."""
+        return len(box)
+
     def tensors(self, inputs: tuple[int, ...], box: Box) -> tuple[LayerTensor, ...]:
         """None."""
         return ()

@@ -80,6 +80,14 @@ class FilterSpec:
         )
         return Box((top, left, 0), (bottom, right, inputs[2]))
 
+    def flops(self, inputs: tuple[int, ...], box: Box) -> int:
+        """Floating-point operations of one example forward; biases and activations not counted.
+
+        Zeros of the padding count like nodes.
+        """
+        rows, columns = self.kernels
+        return 2 * len(box) * rows * columns * inputs[2]
+
     def weight_initial(self, inputs: tuple[int, ...]) -> Initial:
         """fan_in is what a node sees, fan_out the same count of maps above, as in torch."""
         rows, columns = self.kernels

@@ -48,6 +48,15 @@ class LcnSpec:
         """The input nodes that the output nodes `box` see: two radii further, all maps."""
         return self._grown(inputs, box, self.window // 2 * 2)
 
+    def flops(self, inputs: tuple[int, ...], box: Box) -> int:
+        """Floating-point operations of one example forward, borders not considered.
+
+        A window is a product by rows and one by columns of what is summed over the maps.
+        """
+        centred, seen = len(self.centred_box(inputs, box)), len(self.input_box(inputs, box))
+        weighted = 4 * self.window * (centred + len(box)) // inputs[2]
+        return seen + 3 * centred + len(box) + weighted
+
     def tensors(self, inputs: tuple[int, ...], box: Box) -> tuple[LayerTensor, ...]:
         """None."""
         return ()

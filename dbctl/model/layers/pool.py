@@ -73,6 +73,11 @@ class PoolSpec:
         left, right = columns.seen(box.starts[1], box.stops[1])
         return Box((top, left, box.starts[2]), (bottom, right, box.stops[2]))
 
+    def flops(self, inputs: tuple[int, ...], box: Box) -> int:
+        """Operations of one example forward: one for each position of each window."""
+        rows, columns = self.sizes
+        return len(box) * rows * columns
+
     def tensors(self, inputs: tuple[int, ...], box: Box) -> tuple[LayerTensor, ...]:
         """None."""
         return ()
