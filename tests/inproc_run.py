@@ -25,6 +25,7 @@ from dbctl.progress.text import Summary
 from dbctl.roles.base import Done, Effects, PlainBuffer, Record, Save
 from dbctl.roles.cuts import CompleteCut
 from dbctl.run.resume import prepare
+from dbctl.run.saver import put_part
 from dbctl.run.setting import (
     Origin,
     beginnings,
@@ -105,7 +106,7 @@ class InprocRun:
         where = self.life.run_dir.checkpoints
         with Writer(where, cut.step, tensors=tensors, vectors=vectors, keep=9) as writer:
             for part in cut.parts:
-                writer.put(part.vector, part.start, part.payload)
+                put_part(writer, self.life.plan.cut, part)
             writer.finish(facts)
         self.saved.append(cut.step)
 

@@ -57,13 +57,41 @@ def test_the_manifest_has_the_greatest_of_the_shards() -> None:
     tables = [(row(0, 5, 50), row(2, 9, 9)), (row(0, 4, 40), row(2, 9, 9)), (row(0, 5, 50),)]
     cut = None
     for i, table in enumerate(tables):
-        cut = cuts.add(f"shard-{i}", part(1, of=1, version=10 + i, table=table))
+        cut = cuts.add(f"shard-{i}", part(1, of=1, start=4 * i, version=10 + i, table=table))
     assert cut is not None
     assert cut.rows == {0: Position(50, 0, 50), 1: Position(3, 1, 0), 2: Position(9, 0, 9)}
     assert cut.step == 62
     assert cut.updates == 12
-    assert cut.dropped == 1 + 9
+    assert cut.dropped == 1
     assert cut.final
+
+
+def test_a_push_is_dropped_by_each_slice_whose_table_is_behind() -> None:
+    """A worker has a row in the tables of its own slice only, with seq 0 until its first push."""
+    cuts = make(3)
+    cuts.ask(None)
+    tables = {10: (row(0, 5, 50), row(2, 9, 9)), 20: (row(0, 4, 40), row(2, 0, 0)), 30: ()}
+    cut = None
+    for i, (start, table) in enumerate(tables.items()):
+        cut = cuts.add(f"shard-{i}", part(1, of=1, start=start, table=table))
+    assert cut is not None
+    assert cut.rows[2] == Position(9, 0, 9)
+    assert cut.dropped == 1 + 9
+
+
+def test_the_slices_of_one_shard_are_told_apart() -> None:
+    """`of` counts a shard's vectors times its slices; a replica stands where its furthest is."""
+    cuts = make(1)
+    cuts.ask(0, 5)
+    ahead = WorkerRow("worker-0.0", 1, 7, Position(7, 0, 7))
+    behind = WorkerRow("worker-0.1", 1, 6, Position(6, 0, 6))
+    assert cuts.add("shard-0", part(1, table=(ahead,), version=9)) is None
+    assert cuts.add("shard-0", part(1, table=(ahead,), version=9)) is None  # repeated
+    cut = cuts.add("shard-0", part(1, start=8, table=(behind,), version=8))
+    assert cut is not None
+    assert [p.start for p in cut.parts] == [0, 8]
+    assert cut.rows[0] == Position(7, 0, 7)
+    assert (cut.updates, cut.dropped, cut.final) == (9, 0, False)
 
 
 def test_parts_of_another_cut_are_left_out_and_given_back() -> None:

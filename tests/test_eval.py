@@ -21,7 +21,7 @@ from dbctl.errors import RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.launch.base import AgentHandle
 from dbctl.launch.inproc import CONTROLLER, Faults, Network
-from dbctl.node import build
+from dbctl.node import build, compute
 from dbctl.plan import NodeSpec, make_evaluation_plan
 from dbctl.region import Range
 from dbctl.roles.base import PlainBuffer, Record
@@ -59,6 +59,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run_dir, run = begin(TEXT, tmp_path_factory.mktemp("trained") / "r")
     run.run()
     return run_dir
+
+
+def measure_in_batches(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    for module in (build, compute):
+        monkeypatch.setattr(module, "EVALUATION_BATCH", rows)
 
 
 class Task:
@@ -126,7 +131,7 @@ def test_21_rows_are_21_rows(
     batch: int, workers: int, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """cases: `eval` of 21 rows, batch 4, with 1, 2, 3 workers (pytorch#25162)."""
-    monkeypatch.setattr(build, "EVALUATION_BATCH", batch)
+    measure_in_batches(monkeypatch, batch)
     loss, correct, predicted = by_hand(trained)
     assert 3 < correct < ROWS, "all right or all wrong would show nothing"
     task = Task(trained, workers=workers)
@@ -147,7 +152,7 @@ def test_a_bad_network_loses_no_prediction(
     seed: int, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces are taken in order, each once, whatever is lost, repeated or overtakes."""
-    monkeypatch.setattr(build, "EVALUATION_BATCH", 1)
+    measure_in_batches(monkeypatch, 1)
     faults = Faults(drop=0.2, duplicate=0.3, delay_s=0.05)
     task = Task(trained, workers=1 + seed % 3, shards=1 + seed, faults=faults)
     assert task.run() == "done"
@@ -160,7 +165,7 @@ def test_a_bad_network_loses_no_prediction(
 
 def test_a_dead_evaluator_ends_it(trained: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows would be missing: an error, and no waiting for ever."""
-    monkeypatch.setattr(build, "EVALUATION_BATCH", 1)
+    measure_in_batches(monkeypatch, 1)
     task = Task(trained, workers=2)
     task.net.run(until=lambda: len(task.pieces) > 2)
     task.net.kill("evaluator-1")

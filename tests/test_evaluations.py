@@ -19,7 +19,7 @@ def piece(index: int, number: int = 1) -> Predictions:
 
 
 def test_answers_are_summed_over_the_evaluators() -> None:
-    evaluations = Evaluations(["a", "b"])
+    evaluations = Evaluations([("a",), ("b",)])
     assert evaluations.begin() == {"a": Evaluate(1, 0, 2), "b": Evaluate(1, 1, 2)}
     assert evaluations.add("a", answer()) is None
     assert evaluations.pending() == {"b": Evaluate(1, 1, 2)}
@@ -39,7 +39,7 @@ def test_answers_are_summed_over_the_evaluators() -> None:
 
 
 def test_float_targets_have_no_accuracy() -> None:
-    evaluations = Evaluations(["a"])
+    evaluations = Evaluations([("a",)])
     evaluations.begin()
     measured = evaluations.add("a", answer(correct=-1, top5=-1, confusion=()))
     assert measured is not None
@@ -47,7 +47,7 @@ def test_float_targets_have_no_accuracy() -> None:
 
 
 def test_late_answers_and_strangers_are_not_counted() -> None:
-    evaluations = Evaluations(["a"])
+    evaluations = Evaluations([("a",)])
     assert evaluations.add("a", answer()) is None
     evaluations.begin()
     assert evaluations.add("b", answer()) is None
@@ -56,8 +56,32 @@ def test_late_answers_and_strangers_are_not_counted() -> None:
     assert evaluations.add("a", answer()) is None
 
 
+def test_the_first_partition_answers_for_a_cut_evaluator() -> None:
+    """All partitions are asked, also again; only the leader's sums and predictions count."""
+    evaluations = Evaluations([("a.0", "a.1"), ("b.0", "b.1")], predictions=True)
+    first, second = Evaluate(1, 0, 2, predictions=True), Evaluate(1, 1, 2, predictions=True)
+    asked = {"a.0": first, "a.1": first, "b.0": second, "b.1": second}
+    assert evaluations.begin() == asked
+    assert evaluations.add("a.1", answer()) is None
+    assert evaluations.file("a.1", piece(0)) == (False, None)
+    assert evaluations.pending() == asked
+    assert evaluations.add("a.0", answer()) is None
+    assert evaluations.pending() == {"b.0": second, "b.1": second}
+    measured = evaluations.add("b.0", answer())
+    assert measured is not None
+    assert measured.rows == 20
+
+
+def test_a_partition_takes_its_evaluator_with_it() -> None:
+    evaluations = Evaluations([("a.0", "a.1"), ("b.0", "b.1")])
+    evaluations.begin()
+    evaluations.lose("a.1")
+    assert not evaluations.busy
+    assert evaluations.begin() == {"b.0": Evaluate(2, 0, 1), "b.1": Evaluate(2, 0, 1)}
+
+
 def test_a_lost_evaluator_measures_nothing_more() -> None:
-    evaluations = Evaluations(["a"])
+    evaluations = Evaluations([("a",)])
     evaluations.begin()
     evaluations.lose("a")
     assert not evaluations
@@ -67,7 +91,7 @@ def test_a_lost_evaluator_measures_nothing_more() -> None:
 
 def test_each_piece_of_predictions_is_kept_once_and_in_order() -> None:
     """A piece that comes twice or too early is answered with what has come, and not kept."""
-    evaluations = Evaluations(["a"], predictions=True)
+    evaluations = Evaluations([("a",)], predictions=True)
     assert evaluations.file("a", piece(0)) == (False, None)
     assert evaluations.begin() == {"a": Evaluate(1, 0, 1, predictions=True)}
     assert evaluations.file("a", piece(1)) == (False, Filed(1, 0))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from dbctl.roles.base import NEVER, NOW, Array, Done, Effects, Send, Tally
+from dbctl.roles.base import NEVER, NOW, Array, Done, Effects, PlainBuffer, Send, Tally
 from dbctl.roles.evaluator import WINDOW, Evaluator
 from dbctl.roles.shard import CONTROLLER
 from dbctl.wire import (
+    Boxes,
     Evaluate,
     Evaluated,
     Fetch,
@@ -17,6 +20,7 @@ from dbctl.wire import (
     Finish,
     Hello,
     Loss,
+    Message,
     Params,
     Peer,
     Predictions,
@@ -37,28 +41,30 @@ class Counted:
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, int]] = []
-        self._loss, self._rows = 0.0, 0
+        self.measured: list[tuple[int, int]] = []  # (number, index)
+        self._rows = 0
 
     def begin(self, part: int, of: int) -> int:
         self.begun.append((part, of))
-        self._loss, self._rows = 0.0, 0
+        self._rows = 0
         return self.n_batches
 
     def measure(
         self, index: int, parameters: Array, *, number: int, predictions: bool
-    ) -> Predictions | None:
-        self._loss += float(parameters.sum())
+    ) -> Generator[Any, Any, tuple[float, Predictions | None]]:
+        self.measured.append((number, index))
         self._rows += 1
         piece = Predictions(number, index, (index,), (1.0,), (1.0,), (0.5,))
-        return piece if predictions else None
+        return float(parameters.sum()), piece if predictions else None
+        yield
 
     def tally(self) -> Tally:
-        return Tally(self._loss, self._rows, 1, 2, 10, (1, 0, 0, 1))
+        return Tally(self._rows, 1, 2, 10, (1, 0, 0, 1))
 
 
 def make(*, welcomed: bool = True) -> tuple[Evaluator, Counted]:
     measure = Counted()
-    evaluator = Evaluator(measure, SHARDS, dtype="float64")
+    evaluator = Evaluator(measure, SHARDS, dtype="float64", allocate=PlainBuffer)
     assert evaluator.start(0.0) == [Send("shard-0", Hello(1)), Send("shard-1", Hello(1))]
     if welcomed:
         for shard in ("shard-0", "shard-1"):
@@ -93,7 +99,7 @@ def test_it_waits_for_every_welcome_before_it_asks() -> None:
     evaluator.receive(0.0, Peer("shard-1", 1), Welcome(1, 0, 0))
     assert evaluator.step(0.0) == [
         Send("shard-0", Fetch(1, 1, 0, 0)),
-        Send("shard-1", Fetch(1, 1, 0, 0)),
+        Send("shard-1", Fetch(1, 1, 0, 0, start=2)),
     ]
 
 
@@ -192,3 +198,102 @@ def test_finish_is_the_end_and_nobody_else_is_heard() -> None:
     assert evaluator.receive(0.0, BOSS, Finish()) == [Done("finished")]
     assert evaluator.receive(0.0, Peer("stranger", 1), Welcome(9, 0, 0)) == []
     assert evaluator.due == NEVER
+
+
+# ------------------------------------------------------------------------------- a cut evaluator
+
+
+def pair() -> tuple[list[Evaluator], list[Counted]]:
+    """Two partitions of an evaluator, each with a shard of its own, asked and fetched."""
+    measures = [Counted(), Counted()]
+    evaluators = []
+    for partition, measure in enumerate(measures):
+        evaluators.append(
+            Evaluator(
+                measure,
+                (ShardSpan("shard-0", 3 * partition, 3 * partition + 3),),
+                dtype="float64",
+                allocate=PlainBuffer,
+                origin=3 * partition,
+                partition=partition,
+                partners={1 - partition: f"evaluator-0.{1 - partition}"},
+            )
+        )
+        evaluators[-1].start(0.0)
+        evaluators[-1].receive(0.0, Peer("shard-0", 1), Welcome(1, 0, 0))
+    return evaluators, measures
+
+
+def give_parameters(evaluator: Evaluator, partition: int, number: int) -> None:
+    evaluator.step(0.0)
+    values = np.full(3, 10.0**partition)
+    params = Params(1, number, number, 5, 0, 3 * partition, values)
+    evaluator.receive(0.0, Peer("shard-0", 1), params)
+
+
+def carry(evaluators: list[Evaluator], effects: list[Effects], *, hold: str = "") -> list[Message]:
+    """What partitions say to each other is delivered; the rest, or what is for `hold`, is left."""
+    left: list[Message] = []
+    for sender, each in enumerate(effects):
+        for effect in each:
+            assert isinstance(effect, Send)
+            message: Any = effect.message
+            if effect.to.startswith("evaluator-") and effect.to != hold:
+                if isinstance(message, Boxes):
+                    message = msgspec.structs.replace(message, payload=message.payload.array.copy())
+                peer = Peer(f"evaluator-0.{sender}", 1)
+                evaluators[int(effect.to[-1])].receive(0.0, peer, message)
+            else:
+                left.append(message)
+    return left
+
+
+def run_dry(evaluators: list[Evaluator]) -> list[Message]:
+    left: list[Message] = []
+    while any(e.due == NOW for e in evaluators):
+        left += carry(evaluators, [e.step(0.0) if e.due == NOW else [] for e in evaluators])
+    return left
+
+
+def test_partitions_add_their_shares_and_the_first_answers() -> None:
+    evaluators, _ = pair()
+    for partition, evaluator in enumerate(evaluators):
+        evaluator.receive(0.0, BOSS, Evaluate(1, predictions=True))
+        give_parameters(evaluator, partition, 1)
+    said = run_dry(evaluators)
+    assert [m.index for m in said if isinstance(m, Predictions)] == [0, 1]
+    evaluators[0].receive(0.0, BOSS, Filed(1, 2))
+    [evaluated] = run_dry(evaluators)
+    assert isinstance(evaluated, Evaluated)
+    assert evaluated.loss == Loss(2 * 33.0, 2)
+
+
+def test_a_request_that_comes_before_the_last_agreement_waits_for_it() -> None:
+    """The first partition is done and answers; the other still waits for what it gave last.
+
+    Were the second to begin anew, the two would measure different batches together.
+    """
+    evaluators, measures = pair()
+    for partition, evaluator in enumerate(evaluators):
+        evaluator.receive(0.0, BOSS, Evaluate(1))
+        give_parameters(evaluator, partition, 1)
+    first, second = evaluators
+    held: Effects = []
+    while first.due == NOW or second.due == NOW:
+        effects = first.step(0.0) if first.due == NOW else []
+        held += [e for e in effects if isinstance(e, Send) and e.to == "evaluator-0.1"]
+        if len(measures[0].measured) == 1:
+            carry(evaluators, [held, []])
+            held = []
+        carry(evaluators, [[], second.step(0.0) if second.due == NOW else []])
+    assert len(held) == 1, "the last agreement is on its way"
+    for partition, evaluator in enumerate(evaluators):
+        evaluator.receive(0.0, BOSS, Evaluate(2))
+        if partition == 1:
+            carry(evaluators, [held, []])
+    assert run_dry(evaluators) == [Fetch(1, 2, 0, 1), Fetch(1, 2, 0, 1, start=3)]
+    for partition, evaluator in enumerate(evaluators):
+        give_parameters(evaluator, partition, 2)
+    [evaluated] = [m for m in run_dry(evaluators) if isinstance(m, Evaluated)]
+    assert (evaluated.number, evaluated.loss) == (2, Loss(66.0, 2))
+    assert measures[0].measured == measures[1].measured == [(1, 0), (1, 1), (2, 0), (2, 1)]

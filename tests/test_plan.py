@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from dbctl.errors import PlanError
 from dbctl.experiment.read import load
-from dbctl.experiment.specs import Experiment
+from dbctl.experiment.specs import Experiment, PartitionSpec
 from dbctl.plan import PROCESS_BYTES, SHARD_ALIGN, NodeSpec, Plan, make_plan, shard_spans
 from dbctl.wire import Position, ShardSpan
 
@@ -100,8 +101,10 @@ def test_nothing_is_measured_without_a_test_split_or_with_evaluate_off() -> None
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(PlanError, match="no rows"):
         make(rows=0)
-    with pytest.raises(PlanError, match=r"partition\.count is 2"):
-        make("partition.count=2")
+    with pytest.raises(PlanError, match=r"partition\.count: expected at most 100, .* found 101"):
+        make_plan(
+            replace(experiment(), partition=PartitionSpec(count=101)), rows=9, test_rows=9, cores=1
+        )
 
 
 def test_the_text_of_the_plan() -> None:

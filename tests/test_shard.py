@@ -102,7 +102,8 @@ def pushed(shard: Shard, sender: Peer, message: Push) -> Effects:
 
 
 def fetched(shard: Shard, sender: Peer, number: int, **fields: int) -> Params:
-    fetch = Fetch(1, number, fields.get("after", 0), fields.get("returned", 0))
+    after, returned = fields.get("after", 0), fields.get("returned", 0)
+    fetch = Fetch(1, number, after, returned, fields.get("start", 0))
     [effect] = shard.receive(0.0, sender, fetch)
     assert isinstance(effect, Send)
     assert isinstance(effect.message, Params)
@@ -259,14 +260,13 @@ def test_a_push_outside_the_shard_or_without_its_payload_is_not_filed() -> None:
     assert pushed(shard, A, push(1, start=10)) == [Send("worker-0.0", Ack(1, 1, 1))]
 
 
-def test_a_push_of_a_part_of_the_slice_moves_that_part() -> None:
-    """A partition of a replica holds less than the shard; the rest goes along to a new buffer."""
+def test_a_push_is_of_the_whole_slice_or_is_not_filed() -> None:
     shard = welcomed(values=[5, 6, 7, 8], start=10)
-    assert fetched(shard, A, 1).payload.array.tolist() == [5, 6, 7, 8]
-    pushed(shard, A, push(1, [-1, -1], start=11))
-    assert shard.values.tolist() == [5, 7, 8, 8]
-    pushed(shard, A, push(2, [-1], start=13, returned=1))
-    assert shard.values.tolist() == [5, 7, 8, 9]
+    for start, gradient in ((10, [-1, -1]), (11, [-1, -1, -1]), (10, [-1] * 5), (12, [-1, -1])):
+        assert pushed(shard, A, push(1, gradient, start=start)) == []
+    assert shard.values.tolist() == [5, 6, 7, 8]
+    assert pushed(shard, A, push(1, start=10)) == [Send("worker-0.0", Ack(1, 1, 1))]
+    assert shard.values.tolist() == [6, 7, 8, 9]
 
 
 # ------------------------------------------------------------------------- 6 to 8: fetch, buffers
@@ -274,7 +274,7 @@ def test_a_push_of_a_part_of_the_slice_moves_that_part() -> None:
 
 def test_a_fetch_is_answered_at_once_with_the_current_parameters() -> None:
     shard = welcomed(values=[1, 2, 3, 4], start=10, version=7)
-    params = fetched(shard, A, 1)
+    params = fetched(shard, A, 1, start=10)
     assert (params.term, params.number, params.handout) == (1, 1, 1)
     assert (params.version, params.holds, params.start) == (7, 0, 10)
     assert isinstance(params.payload, View)
@@ -405,8 +405,8 @@ def test_l2_acts_on_weights_and_not_on_biases_once_a_push() -> None:
     shard = welcomed(values=[8, 8, 8, 8], decays=decays)
     pushed(shard, A, push(1, [0, 0, 0, 0], n_gradients=5))
     assert shard.values.tolist() == [4, 4, 8, 6]
-    pushed(shard, A, push(2, [0, 0], start=1))
-    assert shard.values.tolist() == [4, 2, 8, 6]
+    pushed(shard, A, push(2, [0, 0, 0, 0]))
+    assert shard.values.tolist() == [2, 2, 8, 4.5]
 
 
 def test_a_schedule_counts_the_shards_own_updates() -> None:
@@ -458,6 +458,76 @@ def test_each_cut_is_made_once() -> None:
     assert parts(pushed(shard, B, push(2, mark=1))) == []
     assert parts(shard.receive(0.0, BOSS, Cut(2))) == []
     assert [p.number for p in parts(shard.receive(0.0, BOSS, Cut(3)))] == [3]
+
+
+C = Peer("worker-0.1", 1)
+PARTITIONS = (Range(0, 7), Range(7, 12))
+
+
+def test_each_partition_has_a_slice_with_a_version_of_its_own() -> None:
+    """A shard of elements 4 to 10 holds three of each partition."""
+    shard = welcomed(A, C, values=[0] * 6, start=4, version=3, partitions=PARTITIONS)
+    assert pushed(shard, A, push(1, [-1] * 3, start=4)) == [Send("worker-0.0", Ack(1, 1, 4))]
+    assert pushed(shard, A, push(2, [-1] * 3, start=4)) == [Send("worker-0.0", Ack(1, 2, 5))]
+    assert pushed(shard, C, push(1, [-5] * 3, start=7)) == [Send("worker-0.1", Ack(1, 1, 4))]
+    assert shard.values.tolist() == [2, 2, 2, 5, 5, 5]
+    assert pushed(shard, A, push(3, [-1] * 6, start=4)) == []
+    mine, others = fetched(shard, A, 1, start=4), fetched(shard, C, 1, start=7)
+    assert (mine.start, mine.version, mine.holds) == (4, 5, 2)
+    assert mine.payload.array.tolist() == [2, 2, 2]
+    assert (others.start, others.version, others.holds) == (7, 4, 1)
+    assert others.payload.array.tolist() == [5, 5, 5]
+    assert shard.receive(0.0, A, Fetch(1, 2, 0, 1, start=5)) == []
+
+
+def test_readers_of_one_slice_do_not_hold_up_another() -> None:
+    shard = welcomed(A, C, B, values=[0] * 6, start=4, partitions=PARTITIONS)
+    for number, reader in enumerate((A, B, A)):
+        fetched(shard, reader, number + 1, start=4)
+        pushed(shard, A, push(number + 1, [-1] * 3, start=4))
+    assert shard.due > NOW  # all three buffers of the first slice are out
+    assert shard.values.tolist() == [2, 2, 2, 0, 0, 0]  # so the third push waits
+    shard.receive(0.0, C, push(1, [-1] * 3, start=7))
+    applied = [shard.step(0.0), shard.step(0.0)]
+    assert [bool(each) for each in applied] == [True, False]
+    assert shard.values.tolist() == [2, 2, 2, 1, 1, 1]
+    shard.receive(0.0, B, Return(1))
+    assert len(shard.step(0.0)) == 1
+    assert shard.values.tolist() == [3, 3, 3, 1, 1, 1]
+
+
+def test_a_cut_is_made_slice_by_slice_with_the_rows_of_its_own_workers() -> None:
+    shard = welcomed(
+        A, C, B, values=[0] * 6, start=4, rule=MomentumRuleSpec(rate=1.0), partitions=PARTITIONS
+    )
+    fetched(shard, B, 1, start=4)
+    pushed(shard, A, push(1, [-1] * 3, start=4))
+    first = parts(pushed(shard, A, push(2, [-1] * 3, start=4, mark=1)))
+    assert [(p.vector, p.of, p.start, p.version) for p in first] == [
+        ("parameters", 4, 4, 2),
+        ("momentum", 4, 4, 2),
+    ]
+    assert first[0].table == (
+        WorkerRow("worker-0.0", 1, 2, Position(2, 0, 2)),
+        WorkerRow("worker-1.0", 1, 0, Position(0, 0, 0)),
+    )
+    assert parts(pushed(shard, A, push(3, [-1] * 3, start=4, mark=1))) == []
+    second = parts(pushed(shard, C, push(1, [-1] * 3, start=7, mark=1)))
+    assert [(p.vector, p.of, p.start, p.version) for p in second] == [
+        ("parameters", 4, 7, 1),
+        ("momentum", 4, 7, 1),
+    ]
+    assert second[0].table == (WorkerRow("worker-0.1", 1, 1, Position(1, 0, 1)),)
+    assert parts(shard.step(9.0)) == [*first, *second]
+
+
+def test_a_slice_makes_no_cut_older_than_the_newest_of_the_shard() -> None:
+    """Its marker died and the cut was given up: to return its parts would return the newer ones."""
+    shard = welcomed(A, C, values=[0] * 6, start=4, partitions=PARTITIONS)
+    [newer] = parts(pushed(shard, A, push(1, [-1] * 3, start=4, mark=2)))
+    assert parts(pushed(shard, C, push(1, [-1] * 3, start=7, mark=1))) == []
+    assert parts(shard.step(9.0)) == [newer]
+    assert len(parts(pushed(shard, C, push(2, [-1] * 3, start=7, mark=2)))) == 1
 
 
 def test_parts_are_sent_again_until_they_are_returned() -> None:

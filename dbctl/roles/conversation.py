@@ -69,6 +69,8 @@ class Conversation:
         # Of the pass before, only its agreement may still be asked for.
         kept = {k: v for k, v in self._sent.items() if k[0] == self._number - 1}
         self._sent = {k: v for k, v in kept.items() if k[1].phase == AGREEMENT}
+        # What came again after it was taken, or else it would stay for ever.
+        self._inbox = {k: v for k, v in self._inbox.items() if k[0] >= self._number}
 
     def go_on(self, now: float) -> tuple[Effects, bool]:
         """Until something is to be sent or waited for, or the pass is over (then True)."""

@@ -61,6 +61,7 @@ class Evaluator:
         self._loss_sum = 0.0
         self._parameters = np.zeros(measure.n_parameters, dtype)
         self._asked: Evaluate | None = None  # to be answered; None: at rest
+        self._next: Evaluate | None = None  # came while a cut evaluator was busy
         self._fetched = False
         self._index = 0
         self._n_batches = 0
@@ -98,6 +99,10 @@ class Evaluator:
 
     def _begin(self, asked: Evaluate) -> None:
         if self._asked is not None and asked.number <= self._asked.number:
+            return
+        if self._asked is not None and not self._talk.alone:
+            # The other partitions go on with the one in hand: so does this one, to its end.
+            self._next = asked
             return
         self._asked = asked
         self._fetched = False
@@ -209,7 +214,11 @@ class Evaluator:
             tally.confusion,
         )
         self._asked = None
-        if not self._leads:
-            return []
-        self._answer_timer.begin(now)
-        return [Send(CONTROLLER, self._answer)]
+        effects: Effects = []
+        if self._leads:
+            self._answer_timer.begin(now)
+            effects = [Send(CONTROLLER, self._answer)]
+        if self._next is not None:
+            asked, self._next = self._next, None
+            self._begin(asked)
+        return effects

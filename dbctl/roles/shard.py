@@ -289,11 +289,13 @@ class Shard:
 
     def _cut(self, now: float, held: Slice, number: int) -> Effects:
         """Hands out a slice's parameters and a copy of its optimiser state (paper A2; ours)."""
-        start = held.span.start
-        if number <= self._cuts.get(start, 0):
+        start, newest = held.span.start, max(self._cuts.values(), default=0)
+        # A newer cut was begun in another slice: this one is given up, and to hand out parts of it
+        # would make the controller give back the newer one's.
+        if number < newest or number == self._cuts.get(start):
             return []
         controller = Peer(CONTROLLER, 1)
-        if number > max(self._cuts.values(), default=0):
+        if number > newest:
             # Whoever asks for a cut has given back all earlier ones: this mends a lost Return.
             self._handouts.take_back_all(controller)
             self._cut_parts = []
