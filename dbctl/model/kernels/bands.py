@@ -82,6 +82,7 @@ class Bands:
         seen, within = self._inner(column)
         top, bottom = self._lead[0], self._lead[0] + self._seen[0]
         np.copyto(band[top:bottom, within], x[:, seen])
+        # A mini-batch of another length has left other numbers where the zeros belong.
         if bottom - top < self._height:
             band[:top] = 0
             band[bottom:] = 0
@@ -111,10 +112,8 @@ class Bands:
         band = self._turned_band[: len(turned)]
         seen, within = self._inner(column)
         top, bottom = self._lead[0], self._lead[0] + self._seen[0]
+        # Rows of padding lie where they did whatever the mini-batch, and are zeros from the start.
         np.copyto(band[:, top:bottom, within], turned[:, :, seen])
-        if bottom - top < self._height:
-            band[:, :top] = 0
-            band[:, bottom:] = 0
         if within.stop - within.start < self.kernel[1]:
             band[:, :, : within.start] = 0
             band[:, :, within.stop :] = 0
