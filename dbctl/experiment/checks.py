@@ -2,7 +2,7 @@
 
 Rules of this file: a check sees the values that could be read, by dotted path, and stays silent
 about those that could not: their own fault is reported already. So every fault of a file comes at
-once, and none twice. Whether a request can be placed or cut is for plan; this is only the file.
+once, and none twice. Whether a request can be placed is for plan; this is only the file.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unicodedata import category
 
-from dbctl.experiment.specs import EvaluateSpec, StopSpec
+from dbctl.experiment.specs import EvaluateSpec, PartitionSpec, StopSpec
 from dbctl.experiment.tree import Path
+from dbctl.model.cut import cut_fault
+from dbctl.model.network import NetworkSpec
 from dbctl.optim.schedules import ScheduleSpec
 from dbctl.region import Box
 
@@ -131,6 +133,19 @@ def _shapes(values: Values) -> Iterator[Fault]:
         yield Fault((*path, str(index - 1), "type"), f"{message}; add a dense layer")
 
 
+def _partition(values: Values) -> Iterator[Fault]:
+    """How a replica is cut, once its network stands."""
+    network, partition = values.get(("network",)), values.get(("partition",))
+    if not isinstance(network, NetworkSpec) or not isinstance(partition, PartitionSpec):
+        return
+    if any(_shapes(values)):
+        return
+    fault = cut_fault(network, count=partition.count, grid=partition.grid)
+    if fault is not None:
+        key, message = fault
+        yield Fault(("partition", key), message)
+
+
 def _loss(values: Values) -> Iterator[Fault]:
     loss, layers = values.get(("network", "loss")), values.get(("network", "layers"))
     if loss not in ("softmax", "logistic") or not layers:
@@ -154,5 +169,6 @@ _CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     _evaluation,
     _replicas,
     _shapes,
+    _partition,
     _loss,
 )

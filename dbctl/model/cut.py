@@ -26,6 +26,8 @@ from dbctl.region import Box, Range
 Way = Literal["outputs", "inputs"]
 Grid = tuple[int, int]
 
+MAX_IMBALANCE = 1.5  # the largest share of the nodes over the mean: ours
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -184,43 +186,58 @@ class NetworkCut:
 
 def cut_network(spec: NetworkSpec, *, count: int = 1, grid: Grid | None = None) -> NetworkCut:
     """The cut for `partition: {count}` or `{grid}`. PlanError shows the arithmetic."""
-    shapes = node_shapes(spec)
-    with_space = [shape for shape in shapes if len(shape) == 3]
+    fault = cut_fault(spec, count=count, grid=grid)
+    if fault is not None:
+        key, message = fault
+        raise PlanError(f"partition.{key}: {message}")
     if grid is not None:
-        return _with_ways(spec, _checked_grid(grid, with_space))
-    if count == 1 or not with_space:
-        widest = max(prod(shape) for shape in shapes[1:])
-        if count > widest:
-            raise PlanError(
-                f"partition.count is {count}, but the widest layer has {widest} nodes:"
-                f" {count - widest} partitions would own nothing"
-            )
+        return _with_ways(spec, grid)
+    spaces = _spaces(spec)
+    if count == 1 or not spaces:
         return _with_ways(spec, (count, 1))
-    grids = [(r, count // r) for r in range(1, count + 1) if count % r == 0]
-    fitting = [g for g in grids if any(g[0] <= s[0] and g[1] <= s[1] for s in with_space)]
-    if not fitting:
-        rows, columns = max((s[0], s[1]) for s in with_space)
-        raise PlanError(
-            f"partition.count is {count}, but no grid of {count} fits the largest layer of"
-            f" {rows} x {columns} positions: tried {', '.join(f'{r} x {c}' for r, c in grids)}"
-        )
-    cuts = [_with_ways(spec, g) for g in fitting]
-    return min(cuts, key=lambda cut: (_imbalance(cut) > 1.5, traffic(cut)))
+    cuts = [_with_ways(spec, g) for g in _grids(count) if _fits(g, spaces)]
+    return min(cuts, key=lambda cut: (_imbalance(cut) > MAX_IMBALANCE, traffic(cut)))
 
 
-def _checked_grid(grid: Grid, with_space: Sequence[tuple[int, ...]]) -> Grid:
-    if not with_space:
-        raise PlanError(
-            f"partition.grid is {list(grid)}, but no layer has rows and columns: give"
-            f" partition.count {grid[0] * grid[1]}"
-        )
-    rows, columns = max(s[0] for s in with_space), max(s[1] for s in with_space)
-    if grid[0] > rows or grid[1] > columns:
-        raise PlanError(
-            f"partition.grid is {list(grid)}, but the largest layer has {rows} rows and"
-            f" {columns} columns: {grid[0]} x {grid[1]} does not fit"
-        )
-    return grid
+def cut_fault(
+    spec: NetworkSpec, *, count: int = 1, grid: Grid | None = None
+) -> tuple[str, str] | None:
+    """(key of `partition`, message) where a network cannot be cut so."""
+    spaces = _spaces(spec)
+    last = node_shapes(spec)[-1]
+    rows, columns = max(spaces, default=(0, 0))
+    if grid is not None:
+        found = f"found {grid[0]} x {grid[1]}"
+        if not spaces:
+            message = f"expected a layer with rows and columns to lay a grid on, {found} and none"
+            return "grid", f"{message}; write count: {prod(grid)}"
+        if not _fits(grid, spaces):
+            message = f"expected at most {rows} x {columns}, the positions of the largest layer"
+            return "grid", f"{message}, {found}"
+    elif count > 1 and spaces and not any(_fits(g, spaces) for g in _grids(count)):
+        tried = ", ".join(f"{r} x {c}" for r, c in _grids(count))
+        message = f"expected rows times columns of a grid on {rows} x {columns} positions, the"
+        return "count", f"{message} largest layer, found {count}: {tried} do not fit"
+    elif not spaces and count > (widest := max(prod(s) for s in node_shapes(spec)[1:])):
+        message = f"expected at most {widest}, the nodes of the widest layer, found {count}"
+        return "count", f"{message}: {count - widest} partitions would own nothing"
+    if (count if grid is None else prod(grid)) > 1 and len(last) != 1:
+        message = f"expected outputs in one row, found nodes of shape {list(last)} at the end"
+        return "count" if grid is None else "grid", f"{message}; add a dense layer"
+    return None
+
+
+def _spaces(spec: NetworkSpec) -> list[Grid]:
+    """Rows and columns of the layers that have them."""
+    return [(s[0], s[1]) for s in node_shapes(spec)[1:] if len(s) == 3]
+
+
+def _grids(count: int) -> list[Grid]:
+    return [(r, count // r) for r in range(1, count + 1) if count % r == 0]
+
+
+def _fits(grid: Grid, spaces: Sequence[Grid]) -> bool:
+    return any(grid[0] <= rows and grid[1] <= columns for rows, columns in spaces)
 
 
 def _own(shape: tuple[int, ...], grid: Grid) -> tuple[Box, ...]:

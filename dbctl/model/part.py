@@ -2,14 +2,18 @@
 
 Rules of this file: knows no process and no message; it yields what it gives to and takes from the
 other partitions (model/exchange.py). Arrays are batch innermost, buffers made once. Contributions
-of several partitions are added in the order of partitions, so that a result does not depend on who
-was first.
+of several partitions are added to the own one in the order of partitions, so that a result does not
+depend on who was first.
 
 Theory of operation (model/cut.py says who owns what). Forward, a layer cut by its outputs: inputs
 that others own are taken, the own box is computed, and given to whoever needs it. A layer cut by
 its inputs: partial sums of all outputs from the own inputs, given to the owners of the outputs, who
 add them. Backward is the transpose. Shared weights come from their owner and their gradients go
 back to it.
+
+What others wait for is computed and given first, and what needs nothing of theirs while it is on
+its way: shared weights before all else, partial sums of others' outputs before those of the own,
+gradients by inputs before those by weights; partial gradients of shared weights are added up last.
 """
 
 from __future__ import annotations
@@ -20,17 +24,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dbctl.model.buffer import Buffer
 from dbctl.model.cut import NetworkCut
 from dbctl.model.exchange import Exchange, Key, Take
+from dbctl.model.kernels.dense import Dense
+from dbctl.model.kernels.dense_inputs import DenseByInputs
 from dbctl.model.kernels.dropout import Dropout
 from dbctl.model.layers.dropout import Draw
-from dbctl.model.part_layer import MakeOutbox, PartLayer, Post, Rows, split_into, view_of
+from dbctl.model.part_layer import MakeOutbox, PartLayer, Post, add_all, views_of
 from dbctl.model.part_loss import PartLoss
 from dbctl.region import Box
 
 Array = NDArray[Any]
 Taken = dict[int, Array]
 Pass = Generator[Exchange, Taken, Any]
+Tensors = list[list[Array]]
 
 
 class PartNetwork:
@@ -55,16 +63,15 @@ class PartNetwork:
         self.dtype = np.dtype(dtype)
         self.span = cut.span(partition)
         self.input_box = cut.needs(0, partition)
-        self._others = tuple(p for p in range(cut.count) if p != partition)
+        self._batch_size = batch_size
         self._post = Post(outbox, batch_size=batch_size, dtype=dtype)
-        n_layers = len(cut.spec.layers)
         self._layers = [
             PartLayer(cut, index, partition, batch_size=batch_size, dtype=dtype)
-            for index in range(n_layers)
+            for index in range(len(cut.spec.layers))
         ]
-        own = [cut.owned[level][partition].shape for level in range(n_layers + 1)]
-        self._outputs = [Rows(shape, batch_size, dtype=dtype) for shape in own]
-        self._deltas = [Rows(shape, batch_size, dtype=dtype) for shape in own]
+        own = [owned[partition].shape for owned in cut.owned]
+        self._outputs = [Buffer(shape, batch_size, dtype=dtype) for shape in own]
+        self._deltas = [Buffer(shape, batch_size, dtype=dtype) for shape in own]
         self._loss = PartLoss(
             cut.spec.loss,
             cut.owned[-1],
@@ -86,226 +93,234 @@ class PartNetwork:
         Returns this partition's share of the sum of the rows' losses: the sum over the partitions
         is the whole.
         """
-        views, slots = self._views(parameters), self._views(out)
-        with np.errstate(all="ignore"):
-            nodes = yield from self._forward(views, x, draw)
-            delta = self._deltas[-1].of(x.shape[-1])
-            np.copyto(delta, nodes[-1])
-            loss_sum = yield from self._loss.gradient(delta, targets)
-            yield from self._backward(views, nodes, delta=delta, slots=slots)
-        return loss_sum
+        return _quiet(self._gradient(parameters, x, targets, out=out, draw=draw))
 
     def measure(self, parameters: Array, x: Array, targets: Array) -> Pass:
-        """Returns a PartMeasurement of the rows: the same on every partition."""
-        with np.errstate(all="ignore"):
-            nodes = yield from self._forward(self._views(parameters), x, None)
-            return (yield from self._loss.measure(nodes[-1], targets))
+        """Returns a PartMeasurement of the rows: the same on every partition but for its loss."""
+        return _quiet(self._measure(parameters, x, targets))
 
-    def _views(self, flat: Array) -> list[list[Array]]:
+    def _gradient(
+        self, parameters: Array, x: Array, targets: Array, *, out: Array, draw: Draw | None
+    ) -> Pass:
+        views, slots = self._views(parameters), self._views(out)
+        nodes = yield from self._forward(parameters, views, x, draw=draw)
+        delta = self._deltas[-1].rows(x.shape[-1])
+        np.copyto(delta, nodes[-1])
+        loss_sum = yield from self._loss.gradient(delta, targets)
+        yield from self._backward(views, nodes, delta=delta, slots=slots)
+        yield from self._gather_shared(out)
+        return loss_sum
+
+    def _measure(self, parameters: Array, x: Array, targets: Array) -> Pass:
+        nodes = yield from self._forward(parameters, self._views(parameters), x, draw=None)
+        return (yield from self._loss.measure(nodes[-1], targets))
+
+    def _views(self, flat: Array) -> Tensors:
         """The flat vector as each layer's tensors; none where another partition holds them."""
         assert flat.shape == (len(self.span),), f"{flat.shape}, not ({len(self.span)},)"
-        return [
-            [view_of(flat, piece, origin=self.span.start) for piece in layer.pieces]
-            for layer in self._layers
-        ]
+        assert flat.dtype == self.dtype, f"{flat.dtype}, not {self.dtype}"
+        return [views_of(flat, layer.tensors) for layer in self._layers]
 
     # -------------------------------------------------------------------------------- forward
 
-    def _forward(self, views: list[list[Array]], x: Array, draw: Draw | None) -> Pass:
+    def _forward(self, parameters: Array, views: Tensors, x: Array, *, draw: Draw | None) -> Pass:
+        n = x.shape[-1]
+        assert x.shape[:-1] == self.input_box.shape, f"{x.shape}, not {self.input_box.shape}"
+        assert 1 <= n <= self._batch_size, f"{n} rows for a batch of {self._batch_size}"
+        yield from self._give_shared(parameters)
         nodes = [x]
         for index, layer in enumerate(self._layers):
-            out = self._outputs[index + 1].of(x.shape[-1])
-            if self.cut.ways[index] == "inputs":
-                yield from self._forward_sums(index, views[index], nodes[-1], out)
+            out = self._room(index, n)
+            if layer.by_inputs is not None:
+                layer.x = nodes[-1]
+                yield from self._sum(index, layer.by_inputs, views[index], nodes[-1], out=out)
             else:
-                if index:
-                    yield from self._send_states(index, nodes[-1])
-                    layer.x = yield from self._take_states(index, nodes[-1])
-                else:
-                    layer.x = x
-                layer.weights = yield from self._share_weights(index, views[index])
+                layer.x = yield from self._needed(index, nodes[-1])
+                layer.weights = yield from self._weights(index, views[index])
                 if isinstance(layer.kernel, Dropout):
-                    layer.kernel.draw(draw.label(index) if draw else None, x.shape[-1])
+                    layer.kernel.draw(draw.label(index) if draw else None, n)
                 if layer.kernel is not None:
                     layer.kernel.forward(layer.weights, layer.x, out)
             nodes.append(out)
         return nodes
 
-    def _send_states(self, index: int, own: Array) -> Pass:
-        mine = self.cut.owned[index][self.partition]
-        parts = {}
-        for other in self._others:
-            box = self.cut.sent(index, self.partition, other)
-            if box:
-                parts[other] = own[box.slices(mine.starts)]
-        if parts:
-            yield self._post.give(Key("states", index), parts, rows=own.shape[-1])
+    def _room(self, index: int, n: int) -> Array:
+        """Where a layer's outputs are written: among the next one's inputs, if they are a run."""
+        if index + 1 < len(self._layers):
+            above = self._layers[index + 1]
+            if above.takes and above.own.is_run:
+                return above.inputs.rows(n)[above.own.in_needed]
+        return self._outputs[index + 1].rows(n)
 
-    def _take_states(self, index: int, own: Array) -> Pass:
-        """The layer's inputs, own and others', in one array."""
-        layer, mine = self._layers[index], self.cut.owned[index][self.partition]
-        if not layer.need:
-            return own[:0] if own.ndim == 2 else own
-        senders = [p for p in self._others if self.cut.sent(index, p, self.partition)]
-        if not senders and layer.need == mine:
+    def _needed(self, index: int, own: Array) -> Pass:
+        """A layer's inputs, own and others', in one array; others are given theirs."""
+        layer, n = self._layers[index], own.shape[-1]
+        if index == 0:
             return own
-        whole = layer.inputs.of(own.shape[-1])
-        both = mine.intersection(layer.need)
-        whole[both.slices(layer.need.starts)] = own[both.slices(mine.starts)]
-        if senders:
-            taken = yield Take(Key("states", index), tuple(senders))
-            for sender in senders:
-                box = self.cut.sent(index, sender, self.partition)
-                part = taken[sender].reshape(*box.shape, own.shape[-1])
-                whole[box.slices(layer.need.starts)] = part
+        key = Key("states", index)
+        for p, box in layer.sends.items():
+            np.copyto(self._post.room(key, (p,), (*box.shape, n), rows=n), own[box.place])
+        if layer.sends:
+            yield self._post.give(key)
+        if layer.is_local:
+            return own
+        whole = layer.inputs.rows(n)
+        if not (layer.takes and layer.own.is_run):  # else it was written there
+            whole[layer.own.in_needed] = own[layer.own.in_owned]
+        if layer.takes:
+            taken = yield Take(key, tuple(layer.takes))
+            for p, box in layer.takes.items():
+                whole[box.place] = taken[p].reshape(*box.shape, n)
         return whole
 
-    def _share_weights(self, index: int, own: list[Array]) -> Pass:
-        """Shared weights: given by their owner at the start of each mini-batch."""
-        owner = self._layers[index].owner
-        if owner is None:
-            return own
-        layer, key = self._layers[index], Key("weights", index)
-        users = self._users(index)
-        if owner == self.partition:
-            flat = np.concatenate([array.ravel() for array in own])
-            yield self._post.give(key, dict.fromkeys(users, flat), rows=None)
-            return own
-        if layer.kernel is None:
-            return own
-        taken = yield Take(key, (owner,))
-        np.copyto(layer.shared_flat, taken[owner])
-        return layer.shared
+    def _give_shared(self, parameters: Array) -> Pass:
+        """Shared weights are given by their owner at the start of each mini-batch."""
+        for index, layer in enumerate(self._layers):
+            shared = layer.shared
+            if shared is not None and shared.owner == self.partition and shared.users:
+                flat = parameters[shared.flat.slice()]
+                yield self._post.send(Key("weights", index), shared.users, flat, rows=None)
 
-    def _users(self, index: int) -> list[int]:
-        """The others that compute a layer with shared weights."""
-        owned = self.cut.owned[index + 1]
-        return [p for p in self._others if owned[p]]
+    def _weights(self, index: int, own: list[Array]) -> Pass:
+        shared = self._layers[index].shared
+        if shared is None or self.partition not in shared.users:
+            return own
+        taken = yield Take(Key("weights", index), (shared.owner,))
+        return shared.views(taken[shared.owner])
 
-    def _forward_sums(self, index: int, views: list[Array], own: Array, out: Array) -> Pass:
-        layer, key, owned = self._layers[index], Key("sums", index), self.cut.owned[index + 1]
-        n = own.shape[-1]
-        layer.x = own
-        sums = None
-        if layer.by_inputs is not None:
-            sums = layer.by_inputs.partial(views[0], own)
-            parts = {p: sums[owned[p].slices()] for p in self._others if owned[p]}
-            if parts:
-                yield self._post.give(key, parts, rows=n)
-        mine = owned[self.partition]
-        if not mine:
+    def _sum(
+        self, index: int, layer: DenseByInputs, views: list[Array], own: Array, *, out: Array
+    ) -> Pass:
+        """The outputs of a layer cut by its inputs, of everybody's partial sums."""
+        key, n = Key("sums", index), own.shape[-1]
+        others = [p for p in layer.units if p != self.partition]
+        if layer.has_inputs and others:
+            for p in others:
+                units = layer.units[p]
+                shape = (units.stop - units.start, n)
+                room = self._post.room(key, (p,), shape, rows=n)
+                layer.partial(views[0], own, of=p, out=room)
+            yield self._post.give(key)
+        if not layer.has_outputs:
             return
-        senders = tuple(p for p in self._others if self.cut.owned[index][p])
-        taken = (yield Take(key, senders)) if senders else {}
-        out[...] = 0
-        for p in range(self.cut.count):
-            if p in taken:
-                np.add(out, taken[p].reshape(len(mine), n), out=out)
-            elif p == self.partition and sums is not None:
-                np.add(out, sums[mine.slices()], out=out)
-        layer.finish.apply(views[-1], out)
+        if layer.has_inputs:
+            layer.partial(views[0], own, of=self.partition, out=out)
+        taken = (yield Take(key, layer.multipliers)) if layer.multipliers else {}
+        add_all(out, (taken[p] for p in layer.multipliers), has_own=layer.has_inputs)
+        layer.finish(views[-1], out)
 
     # ------------------------------------------------------------------------------- backward
 
     def _backward(
-        self,
-        views: list[list[Array]],
-        nodes: Sequence[Array],
-        *,
-        delta: Array,
-        slots: list[list[Array]],
+        self, views: Tensors, nodes: Sequence[Array], *, delta: Array, slots: Tensors
     ) -> Pass:
         for index in reversed(range(len(self._layers))):
-            layer, out = self._layers[index], nodes[index + 1]
-            if self.cut.ways[index] == "inputs":
-                delta = yield from self._backward_sums(
+            layer, out, n = self._layers[index], nodes[index + 1], delta.shape[-1]
+            if layer.by_inputs is not None:
+                delta = yield from self._split_sum(
                     index, views[index], out, delta=delta, slots=slots[index]
                 )
                 continue
-            dx = layer.dx.of(delta.shape[-1]) if index and layer.need else None
-            grads = slots[index]
-            if layer.owner is not None and layer.owner != self.partition:
-                grads = layer.shared_gradients
-            if layer.kernel is not None:
-                layer.kernel.backward(
-                    layer.weights, layer.x, out, delta=delta, gradients=grads, dx=dx
+            dx = layer.dx.rows(n) if index else None
+            gradients = slots[index] or (layer.shared.gradients if layer.shared else [])
+            kernel = layer.kernel
+            if isinstance(kernel, Dense):
+                kernel.input_gradient(layer.weights, out, delta, dx=dx)
+                yield from self._give_back(index, dx)
+                kernel.weight_gradient(layer.x, delta, gradients)
+            elif kernel is not None:
+                kernel.backward(
+                    layer.weights, layer.x, out, delta=delta, gradients=gradients, dx=dx
                 )
+                yield from self._give_back(index, dx)
+            yield from self._give_shares(index)
             if index:
-                delta = yield from self._return_deltas(index, dx, delta.shape[-1])
-            yield from self._gather_shared(index, slots[index])
+                delta = yield from self._take_back(index, layer.dx.rows(n))
 
-    def _return_deltas(self, index: int, dx: Array | None, n: int) -> Pass:
-        """Gradients by inputs go to their owner, who adds them in the order of partitions."""
-        layer, mine = self._layers[index], self.cut.owned[index][self.partition]
-        key = Key("back", index)
-        parts = {}
-        for other in self._others:
-            box = self.cut.sent(index, other, self.partition)
-            if box and dx is not None:
-                parts[other] = dx[box.slices(layer.need.starts)]
-        if parts:
-            yield self._post.give(key, parts, rows=n)
-        senders = tuple(p for p in self._others if self.cut.sent(index, self.partition, p))
-        if not senders and dx is not None and layer.need == mine:
+    def _give_back(self, index: int, dx: Array | None) -> Pass:
+        """Gradients by inputs go to the owners of the inputs."""
+        layer, key = self._layers[index], Key("back", index)
+        if dx is None or not layer.takes:
+            return
+        n = dx.shape[-1]
+        for p, box in layer.takes.items():
+            np.copyto(self._post.room(key, (p,), (*box.shape, n), rows=n), dx[box.place])
+        yield self._post.give(key)
+
+    def _take_back(self, index: int, dx: Array) -> Pass:
+        """The gradient by our nodes of the level below: our own share and what others give."""
+        layer, n = self._layers[index], dx.shape[-1]
+        if layer.own.is_all and not layer.sends:
             return dx
-        delta = self._deltas[index].of(n)
-        taken = (yield Take(key, senders)) if senders else {}
-        delta[...] = 0
-        for p in range(self.cut.count):
-            if p in taken:
-                box = self.cut.sent(index, self.partition, p)
-                where = box.slices(mine.starts)
-                delta[where] += taken[p].reshape(*box.shape, n)
-            elif p == self.partition and dx is not None:
-                both = mine.intersection(layer.need)
-                delta[both.slices(mine.starts)] += dx[both.slices(layer.need.starts)]
+        if layer.own.is_run:
+            delta = dx[layer.own.in_needed]
+        else:
+            delta = self._deltas[index].rows(n)
+            delta[...] = 0
+            delta[layer.own.in_owned] = dx[layer.own.in_needed]
+        if layer.sends:
+            taken = yield Take(Key("back", index), tuple(layer.sends))
+            for p, box in layer.sends.items():
+                part = delta[box.place]
+                np.add(part, taken[p].reshape(part.shape), out=part)
         return delta
 
-    def _gather_shared(self, index: int, slots: list[Array]) -> Pass:
-        """Partial gradients of shared weights are added by their owner."""
-        layer, key = self._layers[index], Key("shares", index)
-        if layer.owner is None:
-            return
-        if layer.owner != self.partition:
-            if layer.kernel is not None:
-                flat = layer.shared_gradient_flat
-                yield self._post.give(key, {layer.owner: flat}, rows=None)
-            return
-        users = self._users(index)
-        taken = (yield Take(key, tuple(users))) if users else {}
-        # In the order of partitions: the owner's own share has its place in it.
-        total = np.zeros(sum(a.size for a in slots), self.dtype)
-        own = np.concatenate([a.ravel() for a in slots])
-        for p in range(self.cut.count):
-            if p in taken:
-                np.add(total, taken[p], out=total)
-            elif p == self.partition and layer.kernel is not None:
-                np.add(total, own, out=total)
-        split_into(total, slots)
+    def _give_shares(self, index: int) -> Pass:
+        """Partial gradients of shared weights go to their owner."""
+        shared = self._layers[index].shared
+        if shared is not None and self.partition in shared.users:
+            key = Key("shares", index)
+            yield self._post.send(key, (shared.owner,), shared.flat_gradients, rows=None)
 
-    def _backward_sums(
+    def _gather_shared(self, out: Array) -> Pass:
+        """The owner of shared weights adds up their gradients, from the last layer down."""
+        for index in reversed(range(len(self._layers))):
+            shared = self._layers[index].shared
+            if shared is not None and shared.owner == self.partition and shared.users:
+                taken = yield Take(Key("shares", index), shared.users)
+                own = out[shared.flat.slice()]
+                add_all(own, (taken[p] for p in shared.users), has_own=True)
+
+    def _split_sum(
         self, index: int, views: list[Array], out: Array, *, delta: Array, slots: list[Array]
     ) -> Pass:
-        layer, key, owned = self._layers[index], Key("deltas", index), self.cut.owned[index + 1]
-        n, mine = delta.shape[-1], owned[self.partition]
-        if mine:
-            layer.finish.pull_back(out, delta, d_bias=slots[-1])
-            receivers = [p for p in self._others if self.cut.owned[index][p]]
-            if receivers:
-                yield self._post.give(key, dict.fromkeys(receivers, delta), rows=n)
-        if layer.by_inputs is None:
-            return self._deltas[index].of(n)
-        senders = tuple(p for p in self._others if owned[p])
-        whole = layer.all_deltas.of(n)
-        if mine:
-            whole[mine.slices()] = delta
-        if senders:
-            taken = yield Take(key, senders)
-            for p in senders:
-                whole[owned[p].slices()] = taken[p].reshape(len(owned[p]), n)
-        dx = self._deltas[index].of(n) if index else None
-        layer.by_inputs.backward(views[0], layer.x, whole, d_weight=slots[0], dx=dx)
-        return dx if dx is not None else whole
+        """Backward of `_sum`: everybody needs the gradients by all sums."""
+        layer, below = self._layers[index].by_inputs, self._layers[index].x
+        assert layer is not None
+        key, n = Key("deltas", index), delta.shape[-1]
+        if layer.has_outputs:
+            layer.pull_back(out, delta, d_bias=slots[-1])
+            if layer.multipliers:
+                yield self._post.send(key, layer.multipliers, delta, rows=n)
+        dx = self._deltas[index].rows(n)
+        if not layer.has_inputs:
+            return dx
+        deltas = {}
+        if layer.has_outputs:
+            layer.put(delta, of=self.partition)
+            layer.weight_gradient(delta, below, of=self.partition, d_weight=slots[0])
+        others = tuple(p for p in layer.units if p != self.partition)
+        if others:
+            deltas = yield Take(key, others)
+        for p in others:
+            units = deltas[p].reshape(-1, n)
+            layer.put(units, of=p)
+            layer.weight_gradient(units, below, of=p, d_weight=slots[0])
+        if index:
+            layer.input_gradient(views[0], dx)
+        return dx
+
+
+def _quiet(work: Pass) -> Pass:
+    """`work`, in which numbers that are not finite raise nothing; nor does that reach others."""
+    answer: Any = None
+    while True:
+        with np.errstate(all="ignore"):
+            try:
+                item = work.send(answer)
+            except StopIteration as end:
+                return end.value
+        answer = yield item
 
 
 def box_of_rows(x: Array, shape: tuple[int, ...], box: Box) -> Array:

@@ -1,121 +1,213 @@
-"""What one layer of one partition works with: its kernel, its buffers, its outboxes.
+"""What one layer of one partition works with: its kernel, its buffers, what crosses, its outboxes.
 
 Rules of this file: model/part.py. Memory is made once; an outbox is made when it is first used,
-large enough for a whole mini-batch.
+large enough for a whole mini-batch. Which boxes cross is worked out once, not in each pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dbctl.model.cut import NetworkCut, Piece
+from dbctl.model.buffer import Buffer
+from dbctl.model.cut import NetworkCut
 from dbctl.model.exchange import Give, Key, Outbox
 from dbctl.model.kernels.dense_inputs import DenseByInputs
 from dbctl.model.layers.dense import DenseSpec
-from dbctl.model.passes import KERNELS
+from dbctl.model.passes import KERNELS, Kernel
+from dbctl.region import Box, Range
 
 Array = NDArray[Any]
 MakeOutbox = Callable[[int, str], Outbox]
 
 
-class Rows:
-    """Memory for (nodes, batch) from which fewer rows are taken without a stride."""
-
-    def __init__(self, shape: tuple[int, ...], batch_size: int, *, dtype: str) -> None:
-        self.shape = shape
-        self._nodes = prod(shape)
-        self._flat = np.zeros(self._nodes * batch_size, dtype)
-
-    def of(self, n: int) -> Array:
-        return self._flat[: self._nodes * n].reshape(*self.shape, n)
-
-
 class Post:
-    """Outboxes by exchange and receiver, made when first used."""
+    """Outboxes by exchange and receivers, made when first used.
+
+    An outbox is written by `room` or `send` at most once a pass and stays as it is until the pass
+    is over on all partitions.
+    """
 
     def __init__(self, make: MakeOutbox, *, batch_size: int, dtype: str) -> None:
         self._make = make
         self._batch_size = batch_size
         self._dtype = dtype
-        self._boxes: dict[tuple[Key, int], Outbox] = {}
+        self._boxes: dict[tuple[Key, tuple[int, ...]], Outbox] = {}
+        self._written: dict[int, tuple[Outbox, int]] = {}
 
-    def give(self, key: Key, arrays: dict[int, Array], *, rows: int | None) -> Give:
-        """Copies each array into its outbox. `rows` of the mini-batch, which may be a short one.
+    def room(
+        self, key: Key, to: Iterable[int], shape: tuple[int, ...], *, rows: int | None
+    ) -> Array:
+        """Memory that the partitions `to` are sent by the next `give`.
 
-        None: what is sent does not depend on the batch.
+        `rows` of the mini-batch, which may be a short one; None: what is sent does not depend on
+        the batch.
         """
-        to = {}
-        for partition, array in arrays.items():
-            where = (key, partition)
-            if where not in self._boxes:
-                size = array.size if rows is None else array.size // rows * self._batch_size
-                self._boxes[where] = self._make(size, self._dtype)
-            outbox = self._boxes[where]
-            np.copyto(outbox.array[: array.size].reshape(array.shape), array)
-            to[partition] = (outbox, array.size)
-        return Give(key, to)
+        size, receivers = prod(shape), tuple(to)
+        if (key, receivers) not in self._boxes:
+            most = size if rows is None else size // rows * self._batch_size
+            self._boxes[key, receivers] = self._make(most, self._dtype)
+        outbox = self._boxes[key, receivers]
+        self._written.update(dict.fromkeys(receivers, (outbox, size)))
+        return outbox.array[:size].reshape(shape)
+
+    def give(self, key: Key) -> Give:
+        """What was written since the last one."""
+        written, self._written = self._written, {}
+        return Give(key, written)
+
+    def send(self, key: Key, to: Iterable[int], array: Array, *, rows: int | None) -> Give:
+        """The same array, copied once, to each of `to`."""
+        np.copyto(self.room(key, to, array.shape, rows=rows), array)
+        return self.give(key)
+
+
+class Crossing(NamedTuple):
+    """A box of a level that crosses: its shape, and its place in an array of ours."""
+
+    shape: tuple[int, ...]
+    place: tuple[slice, ...]
+
+
+class Flat(NamedTuple):
+    """A tensor's share in a flat vector, and the shape that a kernel works with."""
+
+    part: slice
+    shape: tuple[int, ...]
 
 
 class PartLayer:
-    """What one layer of one partition works with."""
+    """What one layer of one partition works with.
+
+    `sends`: nodes of ours that others need, by partition, in the array of what we own. `takes`:
+    those of others that we need, in the array of what we need. `kernel`: None without outputs of
+    ours, and where the layer is cut by its inputs.
+    """
 
     def __init__(
         self, cut: NetworkCut, index: int, partition: int, *, batch_size: int, dtype: str
     ) -> None:
         spec, box = cut.spec.layers[index], cut.owned[index + 1][partition]
-        shape = cut.shapes[index]
+        mine = cut.owned[index][partition]
+        others = [p for p in range(cut.count) if p != partition]
+        self.box = box
         self.need = cut.needs(index, partition)
-        self.owner = cut.owner_of_shared(index)
-        self.pieces = [p for p in cut.pieces_of(partition) if p.layer == index]
         self.x: Array = np.empty(0)
         self.weights: list[Array] = []
-        self.kernel = None
+        self.tensors = _tensors_of(cut, index, partition)
+        self.sends = _crossings(
+            {p: cut.sent(index, partition, p) for p in others}, origin=mine.starts
+        )
+        self.takes = _crossings(
+            {p: cut.sent(index, p, partition) for p in others}, origin=self.need.starts
+        )
+        self.own = _own(mine, self.need)
+        self.kernel: Kernel | None = None
         self.by_inputs: DenseByInputs | None = None
+        self.shared: Shared | None = None
         if cut.ways[index] == "inputs":
             assert isinstance(spec, DenseSpec), "only a dense layer is cut by its inputs"
-            self.finish = DenseByInputs.Finish(spec, batch_size=batch_size, dtype=dtype)
-            if self.need:
-                units = cut.shapes[index + 1][0]
-                self.by_inputs = DenseByInputs(units, batch_size=batch_size, dtype=dtype)
-                self.all_deltas = Rows((units,), batch_size, dtype=dtype)
+            self.by_inputs = DenseByInputs(
+                spec,
+                cut.owned[index],
+                cut.owned[index + 1],
+                partition=partition,
+                batch_size=batch_size,
+                dtype=dtype,
+            )
             return
         if box:
+            shape = cut.shapes[index]
             self.kernel = KERNELS[spec.type](spec, shape, box, batch_size=batch_size, dtype=dtype)
-        spread = index > 0 and cut.count > 1
-        self.inputs = Rows(self.need.shape if spread else (0,), batch_size, dtype=dtype)
-        self.dx = Rows(self.need.shape if index else (0,), batch_size, dtype=dtype)
-        if self.owner is not None and self.kernel is not None:
-            shapes = [tensor.shape for tensor in self.kernel.tensors]
-            size = sum(prod(s) for s in shapes)
-            self.shared_flat = np.zeros(size, dtype)
-            self.shared_gradient_flat = np.zeros(size, dtype)
-            self.shared = _split(self.shared_flat, shapes)
-            self.shared_gradients = _split(self.shared_gradient_flat, shapes)
+        self.inputs = Buffer(self.need.shape, batch_size, dtype=dtype)
+        self.dx = Buffer(self.need.shape, batch_size, dtype=dtype)
+        if cut.owner_of_shared(index) is not None:
+            self.shared = Shared(cut, index, partition, dtype=dtype)
+
+    @property
+    def is_local(self) -> bool:
+        """The inputs that are needed are those that are owned, and nobody else's."""
+        return self.own.is_all and not self.takes
 
 
-def view_of(flat: Array, piece: Piece, *, origin: int) -> Array:
-    """A piece of the flat vector in the shape that a kernel works with."""
-    part = flat[piece.range.slice(origin)]
-    if piece.tensor.kind == "weight" and len(piece.view) != len(piece.tensor.shape):
-        return part.reshape(piece.box.shape[0], -1)
-    return part.reshape(piece.box.shape)
+class Own(NamedTuple):
+    """Where what is owned and needed lies, in both arrays."""
+
+    in_owned: tuple[slice, ...]
+    in_needed: tuple[slice, ...]
+    is_all: bool  # what is owned is what is needed
+    is_run: bool  # all that is owned is needed, and is a run of the memory of what is needed
 
 
-def _split(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    arrays, start = [], 0
-    for shape in shapes:
-        arrays.append(flat[start : start + prod(shape)].reshape(shape))
-        start += prod(shape)
-    return arrays
+def _own(mine: Box, need: Box) -> Own:
+    both = mine.intersection(need)
+    outer = next((i for i, n in enumerate(both.shape) if n != 1), 0)
+    inner = zip(both.shape[outer + 1 :], need.shape[outer + 1 :], strict=True)
+    is_run = bool(both) and both == mine and all(a == b for a, b in inner)
+    places = both.slices(mine.starts), both.slices(need.starts)
+    return Own(*places, is_all=mine == need, is_run=is_run)
 
 
-def split_into(flat: Array, arrays: Sequence[Array]) -> None:
-    start = 0
-    for array in arrays:
-        np.copyto(array, flat[start : start + array.size].reshape(array.shape))
-        start += array.size
+def _crossings(boxes: dict[int, Box], *, origin: tuple[int, ...]) -> dict[int, Crossing]:
+    return {p: Crossing(box.shape, box.slices(origin)) for p, box in boxes.items() if box}
+
+
+def _tensors_of(cut: NetworkCut, index: int, partition: int) -> list[Flat]:
+    """The layer's tensors in the partition's flat vector; none where another one holds them."""
+    origin = cut.span(partition).start
+    found = []
+    for piece in cut.pieces_of(partition):
+        if piece.layer == index:
+            shape = piece.box.shape
+            if len(piece.view) != len(piece.tensor.shape):
+                shape = (shape[0], prod(shape[1:]))
+            found.append(Flat(piece.range.slice(origin), shape))
+    return found
+
+
+class Shared:
+    """A layer whose weights all partitions share: one of them holds them (`owner`).
+
+    `users`: the others that compute the layer. `flat`: the weights in the owner's vector. Whoever
+    is not the owner has memory for the gradients (`gradients`, one run: `flat_gradients`).
+    """
+
+    def __init__(self, cut: NetworkCut, index: int, partition: int, *, dtype: str) -> None:
+        owner = cut.owner_of_shared(index)
+        assert owner is not None
+        self.owner = owner
+        self.users = tuple(p for p, box in enumerate(cut.owned[index + 1]) if box and p != owner)
+        tensors = _tensors_of(cut, index, owner)
+        self.flat = Range(tensors[0].part.start, tensors[-1].part.stop)
+        self._tensors = [
+            Flat(slice(t.part.start - self.flat.start, t.part.stop - self.flat.start), t.shape)
+            for t in tensors
+        ]
+        size = len(self.flat) if partition in self.users else 0
+        self.flat_gradients = np.zeros(size, dtype)
+        self.gradients = self.views(self.flat_gradients) if size else []
+
+    def views(self, flat: Array) -> list[Array]:
+        """The layer's tensors in a run of them."""
+        return [flat[t.part].reshape(t.shape) for t in self._tensors]
+
+
+def views_of(flat: Array, tensors: Sequence[Flat]) -> list[Array]:
+    return [flat[t.part].reshape(t.shape) for t in tensors]
+
+
+def add_all(out: Array, taken: Iterable[Array], *, has_own: bool) -> None:
+    """`out` += each of `taken`, in their order; without a share of its own: `out` = their sum."""
+    for array in taken:
+        part = array.reshape(out.shape)
+        if has_own:
+            np.add(out, part, out=out)
+        else:
+            np.copyto(out, part)
+        has_own = True
+    if not has_own:
+        out[...] = 0

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dbctl.model.buffer import Buffer
 from dbctl.model.exchange import Exchange, Key, Take
 from dbctl.model.losses import LOSSES, are_labels
 from dbctl.model.part_layer import Post
@@ -61,6 +62,7 @@ class PartLoss:
         self._post = post
         self._dtype = np.dtype(dtype)
         self._ones = np.ones(self._units, dtype)
+        self._one_hot = Buffer((self._units,), batch_size, dtype=dtype)
         self._loss = LOSSES[loss](self._units, batch_size=batch_size, dtype=dtype)
 
     def gradient(self, z: Array, targets: Array) -> Generator[Exchange, Taken, float]:
@@ -68,19 +70,21 @@ class PartLoss:
 
         Returns this partition's share of the sum of the rows' losses.
         """
-        wanted = self._wanted(targets, z.shape[1])
-        rows = yield from self._rows(z, targets, wanted)
-        np.subtract(z, wanted, out=z)
+        rows = yield from self._rows(z, targets)
+        if are_labels(targets):
+            z[self._own_labels(targets)] -= 1
+        else:
+            np.subtract(z, self._wanted(targets), out=z)
         np.multiply(z, 1 / z.shape[1], out=z)
         return float(rows.sum(dtype=np.float64))
 
-    def _wanted(self, targets: Array, n: int) -> Array:
+    def _wanted(self, targets: Array) -> Array:
         """The targets of the own outputs, labels as one-hot: (own outputs, n)."""
         if not are_labels(targets):
             return targets[self._start : self._start + self._units]
-        wanted = np.zeros((self._units, n), self._dtype)
-        own, columns = self._own_labels(targets)
-        wanted[own, columns] = 1
+        wanted = self._one_hot.rows(len(targets))
+        wanted[...] = 0
+        wanted[self._own_labels(targets)] = 1
         return wanted
 
     def _own_labels(self, labels: Array) -> tuple[Array, Array]:
@@ -88,10 +92,12 @@ class PartLoss:
         columns = np.flatnonzero((labels >= self._start) & (labels < self._start + self._units))
         return labels[columns] - self._start, columns
 
-    def _rows(self, z: Array, targets: Array, wanted: Array) -> Generator[Exchange, Taken, Array]:
+    def _rows(self, z: Array, targets: Array) -> Generator[Exchange, Taken, Array]:
         """Each row's loss, or the own outputs' share of it; turns `z` into predictions."""
         if self._name != "softmax":
+            wanted = self._wanted(targets)
             return self._loss.rows(z, wanted) if self._units else np.zeros(z.shape[1])
+        assert are_labels(targets), f"softmax takes integer labels, not {targets.dtype}"
         n = z.shape[1]
         greatest = z.max(axis=0) if self._units else np.full(n, -np.inf, self._dtype)
         tops = yield from self._reduce(Key("max", 0), greatest, rows=n)
@@ -116,7 +122,7 @@ class PartLoss:
     ) -> Generator[Exchange, Taken, list[Array]]:
         """Everybody's array, in the order of partitions; nothing of those without outputs."""
         if self._units and self._others:
-            yield self._post.give(key, dict.fromkeys(self._others, own), rows=rows)
+            yield self._post.send(key, self._others, own, rows=rows)
         taken = (yield Take(key, self._senders)) if self._senders else {}
         return [own if p == self._partition else taken[p] for p in self._order]
 
@@ -124,9 +130,9 @@ class PartLoss:
 
     def measure(self, z: Array, targets: Array) -> Generator[Exchange, Taken, PartMeasurement]:
         """Loss, accuracy, best class and its score; `z` (own outputs, n) is left as predictions."""
-        n, labelled = z.shape[1], are_labels(targets)
+        labelled = are_labels(targets)
         raw = z.copy()
-        rows = yield from self._rows(z, targets, self._wanted(targets, n))
+        rows = yield from self._rows(z, targets)
         loss_sum = float(rows.sum(dtype=np.float64))
         if not labelled:
             first = yield from self._first_output(z)
@@ -162,7 +168,8 @@ class PartLoss:
         found = [part.reshape(4, n) for part in parts]
         best = found[0].copy()
         for other in found[1:]:
-            better = other[0] > best[0]  # of equal outputs the lower index
+            # Of equal outputs the lower index, and NaN before all else, as argmax has it.
+            better = (other[0] > best[0]) | (np.isnan(other[0]) & ~np.isnan(best[0]))
             best[:3, better] = other[:3, better]
         of_label = sum(part[3] for part in found)
         return best[1].astype(np.int64), best[2].copy(), np.asarray(of_label)
