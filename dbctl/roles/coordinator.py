@@ -242,6 +242,8 @@ class Coordinator:
             return []
         self._final_measured = True
         self._next_evaluation = Recurring(None)
+        # What it measured last was not the end: the last line must not show it as if it were.
+        self.figures.test_loss = self.figures.test_accuracy = None
         stop = self._start.stop
         if self._phase is Phase.RUNNING and (stop.steps, stop.epochs, stop.seconds) == (None,) * 3:
             reason = "the evaluator died, and only stop.test_accuracy would end the run"
@@ -280,7 +282,10 @@ class Coordinator:
         if returned is not None:
             return [Send(sender.node, Return(returned))]
         cut = self._cuts.add(sender.node, part)
-        return [Save(cut)] if cut is not None else []
+        if cut is None:
+            return []
+        self.figures.settle(cut.rows)
+        return [Save(cut)]
 
     def saved(self, now: float, error: str) -> Effects:
         """The writer is done with the cut it was given; `error` is empty if it is safe on disk."""
@@ -337,9 +342,10 @@ class Coordinator:
         assert self._push_at_halt is not None
         effects: Effects = []
         for replica in self._live():
-            # The partitions of a cut replica stop at one step: what all were granted.
+            # The partitions of a cut replica stop at one step, what all were granted, and push: one
+            # that has seen a last grant has pushed there already.
             cut = len(self._start.workers[replica]) > 1
-            halt = Halt(self._push_at_halt, self._sent[replica].until if cut else 0)
+            halt = Halt(self._push_at_halt or cut, self._sent[replica].until if cut else 0)
             effects += [Send(worker, halt) for worker in self._start.workers[replica]]
         return effects
 

@@ -42,6 +42,7 @@ class Figures:
         self._rated: dict[int, tuple[float, int]] = {}
         self._rates: dict[int, float] = {}
         self.dead: set[int] = set()
+        self._settled: dict[int, Position] = {}
         self.test_loss: float | None = None
         self.test_accuracy: float | None = None
 
@@ -80,7 +81,14 @@ class Figures:
     def shard_report(self, shard: str, report: ShardReport) -> None:
         self._shards[shard] = report
 
+    def settle(self, rows: Mapping[int, Position]) -> None:
+        """What the shards have applied of dead replicas, which they could not report any more."""
+        for replica in self.dead:
+            self._settled[replica] = rows.get(replica, self.position(replica))
+
     def position(self, replica: int) -> Position:
+        if replica in self._settled:
+            return self._settled[replica]
         report = self._reports.get(replica)
         return report.position if report is not None else self._parts[replica].begin
 

@@ -293,6 +293,9 @@ class _Records:
             case "predictions" if self._predictions is not None:
                 self._predictions.add(fields["message"])
 
+    def stopping(self) -> None:
+        """There is nothing to save: the signal ends it."""
+
     def node_died(self, name: str, exited: Exited) -> None:
         """The outcome says it."""
 

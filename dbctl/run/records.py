@@ -100,6 +100,10 @@ class RunRecords:
         fields = {"step": saved.step, "path": str(saved.path)}
         self._display.event("checkpoint", f"checkpoint at step {saved.step:,}", fields)
 
+    def stopping(self) -> None:
+        text = "stopping: a final checkpoint is made; once more to stop at once"
+        self._display.event("stopping", text)
+
     # --------------------------------------------------------------------- what is going on
 
     def tick(self, now: float, nodes: Nodes) -> None:

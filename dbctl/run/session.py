@@ -45,6 +45,8 @@ class Records(Protocol):
 
     def saved(self, saved: Saved) -> None: ...
 
+    def stopping(self) -> None: ...
+
     def tick(self, now: float, nodes: Nodes) -> None: ...
 
 
@@ -223,6 +225,7 @@ class Session:
             self._n_signals = self._signals.count
             if self._n_signals == 1:
                 self._hard_at = now + FINAL_LIMIT_S
+                self._records.stopping()
                 self._act(self._coordinator.interrupt(now, self._signals.status))
         late = self._hard_at is not None and now >= self._hard_at
         if self._outcome is None and (self._n_signals > 1 or late):

@@ -6,6 +6,7 @@ order in which they can fail (file, data, plan, directory, processes).
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from dbctl.checkpoint.layout import Facts, ReplicaRow
 from dbctl.data.sources import digest
-from dbctl.errors import DbctlError
+from dbctl.errors import DbctlError, LaunchError
 from dbctl.experiment.read import load
 from dbctl.experiment.resolve import to_yaml
 from dbctl.experiment.specs import Experiment
@@ -111,38 +112,42 @@ class Life:
         factories: Mapping[str, str] | None = None,
     ) -> int:
         runtime = make_runtime()
-        launcher = LocalLauncher(
-            runtime=runtime, run=self.run_id, logs=self.run_dir.logs, lease_s=lease_s
-        )
-        info = RunInfo.of_this_process(self.run_id, control=runtime, command=sys.argv)
-        self.run_dir.write_info(info)
         records = RunRecords(self.run_dir, self.display, self.coordinator, now=time.monotonic)
-        session = Session(
-            run=self.run_id,
-            runtime=runtime,
-            launcher=launcher,
-            coordinator=self.coordinator,
-            records=records,
-            signals=signals,
-            lease_s=lease_s,
-            save=self.save,
-            log_path=lambda node: str(self.run_dir.log_path(node)),
-        )
-        records.append("start", run=self.run_id, restore=self.origin.restore or None)
-        nodes = partial(
-            make_nodes,
-            self.plan,
-            run=self.run_id,
-            runtime=runtime,
-            run_dir=self.run_dir.path,
-            origin=self.origin,
-            lease_s=lease_s,
-            factories=factories,
-        )
         try:
-            outcome = session.run(nodes, self._make_saver)
+            info = RunInfo.of_this_process(self.run_id, control=runtime, command=sys.argv)
+            self.run_dir.write_info(info)
+            session = Session(
+                run=self.run_id,
+                runtime=runtime,
+                launcher=LocalLauncher(
+                    runtime=runtime, run=self.run_id, logs=self.run_dir.logs, lease_s=lease_s
+                ),
+                coordinator=self.coordinator,
+                records=records,
+                signals=signals,
+                lease_s=lease_s,
+                save=self.save,
+                log_path=lambda node: str(self.run_dir.log_path(node)),
+            )
+            records.append("start", run=self.run_id, restore=self.origin.restore or None)
+            nodes = partial(
+                make_nodes,
+                self.plan,
+                run=self.run_id,
+                runtime=runtime,
+                run_dir=self.run_dir.path,
+                origin=self.origin,
+                lease_s=lease_s,
+                factories=factories,
+            )
+            try:
+                outcome = session.run(nodes, self._make_saver)
+            except LaunchError as error:
+                self._finish(records, session, Outcome(status="failed", error=error))
+                return error.exit_code
             return self._finish(records, session, outcome)
         finally:
+            shutil.rmtree(runtime, ignore_errors=True)
             records.close()
             self.display.close()
 
@@ -192,7 +197,7 @@ class Life:
         records.write_status(now, session.nodes, outcome.status)
         error = self._error(outcome, records)
         if error is not None:
-            self.display.warn(str(error))
+            self.display.event("error", f"error: {error}", {"message": str(error)})
         notes = tuple(self._notes(outcome, records))
         self.display.finished(
             Summary(run_dir=str(self.run_dir.path), status=outcome.status, notes=notes, **summary)
