@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
+from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from dbctl.roles.base import Effects, Send
+from dbctl.roles.conversation import AGREEMENT, Conversation
+from dbctl.roles.downpour import Downpour
 from dbctl.roles.handouts import Handouts
 from dbctl.roles.shard import Shard
 from dbctl.transport.pieces import Assembler
-from dbctl.wire import Ack, Push
+from dbctl.wire import Ack, Boxes, Push
 from tests.ledger import History
 
 N_HISTORIES = 1200
@@ -27,12 +30,17 @@ FAULTS = (
     "pause",
     "kill",
 )
+CIRCUMSTANCES = ("replicas are cut", "partition killed", "interrupt")
 
 
 def run_history(seed: int) -> tuple[int, list[str], Counter[str], int]:
     history = History(seed)
     wrong = history.run()
-    return seed, wrong, history.net.happened, len(history.saved)
+    happened = history.net.happened
+    happened["replicas are cut"] = history.cut
+    happened["partition killed"] = history.cut and bool(history.killed)
+    happened["interrupt"] = history.interrupted
+    return seed, wrong, happened, len(history.saved)
 
 
 @pytest.mark.timeout(300)
@@ -44,14 +52,15 @@ def test_ledger_is_exact_in_every_history(capsys: pytest.CaptureFixture[str]) ->
     context = get_context("spawn")
     with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=context) as pool:
         for seed, wrong, happened, cuts in pool.map(run_history, range(N_HISTORIES), chunksize=50):
-            held.update(kind for kind in FAULTS if happened[kind])
+            held.update(kind for kind in (*FAULTS, *CIRCUMSTANCES) if happened[kind])
             n_cuts += cuts
             failures += [f"seed {seed}: {each}" for each in wrong[:1]]
     with capsys.disabled():
-        counts = ", ".join(f"{kind} {held[kind]}" for kind in FAULTS)
+        counts = ", ".join(f"{kind} {held[kind]}" for kind in (*FAULTS, *CIRCUMSTANCES))
         print(f"\n  ledger: {N_HISTORIES} histories, {n_cuts} cuts; held {counts}")
     assert not failures, f"{len(failures)} histories failed:\n" + "\n".join(failures[:10])
     assert all(held[kind] >= 300 for kind in FAULTS), held
+    assert all(held[kind] >= 100 for kind in CIRCUMSTANCES), held
     assert n_cuts > N_HISTORIES
 
 
@@ -60,7 +69,7 @@ def caught(seeds: range, **options: Any) -> int | None:
     for seed in seeds:
         history = History(seed, **options)
         try:
-            if history.run():
+            if history.run(limit_s=100):
                 return seed
         except (AssertionError, ValueError):
             return seed
@@ -114,3 +123,52 @@ def test_pieces_of_two_pushes_mixed_are_caught(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Assembler, "add", mixed)
     assert caught(range(200)) is not None
+
+
+# ------------------------------------------------------------------------------- cut replicas
+
+
+def no_agreement(self: Conversation, own: list[float]) -> Generator[Any, Any, list[list[float]]]:
+    """Goes on at the end of a pass without a word to the other partitions."""
+    others = len(self._names)
+    return [list(own)] * (1 + others)
+    yield
+
+
+def test_a_box_that_is_written_before_the_agreement_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Conversation, "agree", no_agreement)
+    assert caught(range(200), cut=True) is not None
+
+
+def test_a_box_of_an_old_pass_that_is_taken_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = Conversation.receive
+
+    def careless(self: Conversation, sender: str, message: Any) -> Effects:
+        if isinstance(message, Boxes) and message.phase != AGREEMENT:
+            message = Boxes(self._number, message.phase, message.layer, message.payload)
+        return receive(self, sender, message)
+
+    monkeypatch.setattr(Conversation, "receive", careless)
+    assert caught(range(200), cut=True) is not None
+
+
+def test_partitions_that_are_not_asked_again_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(self: Conversation, now: float) -> Effects:
+        if now >= self._timer.at:
+            self._timer.stop()
+        return []
+
+    monkeypatch.setattr(Conversation, "resend", silent)
+    assert caught(range(200), cut=True) is not None
+
+
+def test_a_halt_that_does_not_name_a_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each partition would stop where it stands, and one could wait for the other for ever."""
+    monkeypatch.setattr(Downpour, "_until", lambda self: self._grant.until)
+    must_end = Downpour._must_end
+    monkeypatch.setattr(
+        Downpour, "_must_end", lambda self: self._halt is not None or must_end(self)
+    )
+    assert caught(range(400), cut=True) is not None
