@@ -1,0 +1,190 @@
+"""What each node of a run is told: slices, partners, and whom it connects to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dbctl.experiment.read import load, parse
+from dbctl.experiment.specs import Experiment, PartitionSpec
+from dbctl.launch.base import AgentHandle
+from dbctl.plan import NodeSpec, Plan, make_evaluation_plan, make_plan
+from dbctl.region import Range
+from dbctl.run.nodes import Node
+from dbctl.run.setting import (
+    Origin,
+    beginnings,
+    coordinator_start,
+    evaluator_groups,
+    make_nodes,
+    network_digest,
+    resolve_threads,
+    state_vectors,
+)
+from dbctl.wire import Position
+
+FILE = Path(__file__).parent.parent / "experiments" / "digits-downpour.yaml"
+
+
+def experiment(*, count: int = 1, **changes: Any) -> Experiment:
+    whole = load(str(FILE), ["evaluate.every=1 epoch", "threads=1"])
+    return replace(whole, partition=PartitionSpec(count=count), **changes)
+
+
+def make(*, count: int = 1, replicas: int = 2, shards: int = 4) -> Plan:
+    given = experiment(count=count, replicas=replicas, shards=shards)
+    return make_plan(given, rows=100, test_rows=20, cores=2)
+
+
+def nodes_of(plan: Plan, tmp_path: Path, **changes: Any) -> dict[str, Node]:
+    origin = Origin(positions=beginnings(plan.experiment.replicas))
+    fields: dict[str, Any] = {"run": "r", "runtime": "/x", "run_dir": tmp_path, "origin": origin}
+    return make_nodes(plan, AgentHandle("agent-0", "localhost", "", 0), **(fields | changes))
+
+
+def spec_of(node: Node) -> NodeSpec:
+    return msgspec.json.decode(node.order.spec, type=NodeSpec)
+
+
+# -------------------------------------------------------------------------- who talks to whom
+
+
+def test_whole_replicas_talk_to_every_shard_and_to_nobody_else(tmp_path: Path) -> None:
+    plan = make()
+    shards = tuple(span.node for span in plan.shards)
+    for name, node in nodes_of(plan, tmp_path).items():
+        assert tuple(node.talks_to) == (() if name.startswith("shard-") else shards)
+        assert spec_of(node).partners == ()
+        assert spec_of(node).shards == plan.shards
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("shards", [1, 2, 4, 7])
+def test_a_partition_connects_only_to_shards_that_hold_its_ranges_and_to_its_partners(
+    count: int, shards: int, tmp_path: Path
+) -> None:
+    """Paper A, section 4.1: it need communicate only with the shards that hold its parameters."""
+    plan = make(count=count, shards=shards)
+    spans = {s.node: Range(s.start, s.stop) for s in plan.shards}
+    for name, node in nodes_of(plan, tmp_path).items():
+        spec = spec_of(node)
+        if spec.role == "shard":
+            assert node.talks_to == ()
+            assert spec.shards == plan.shards
+            continue
+        mine = plan.cut.span(spec.partition)
+        holding = {shard for shard, span in spans.items() if span.intersection(mine)}
+        stem = name.rsplit(".", 1)[0]
+        partners = {f"{stem}.{p}" for p in range(count) if p != spec.partition}
+        assert set(node.talks_to) == holding | partners
+        assert len(node.talks_to) == len(holding) + len(partners)
+        assert dict(spec.partners) == {
+            p: f"{stem}.{p}" for p in range(count) if p != spec.partition
+        }
+    if shards >= count:
+        assert any(len(plan.held_by(p)) < len(plan.shards) for p in range(count))
+
+
+@pytest.mark.parametrize("shards", [1, 3, 5])
+def test_partitions_hold_every_parameter_once(shards: int) -> None:
+    plan = make(count=3, shards=shards)
+    held = sorted((s.start, s.stop) for p in range(3) for s in plan.held_by(p))
+    assert held[0][0] == 0
+    assert [stop for _, stop in held[:-1]] == [start for start, _ in held[1:]]
+    assert held[-1][1] == plan.n_parameters
+    for partition in range(3):
+        spans = plan.held_by(partition)
+        assert (spans[0].start, spans[-1].stop) == (
+            plan.cut.span(partition).start,
+            plan.cut.span(partition).stop,
+        )
+
+
+# ------------------------------------------------------------------------------- what is told
+
+
+def test_what_a_node_is_told_is_its_own(tmp_path: Path) -> None:
+    plan = make(count=2)
+    positions = {0: Position(5, 0, 5), 1: Position(9, 1, 2)}
+    origin = Origin(restore="/c/step-14", positions=positions)
+    nodes = nodes_of(plan, tmp_path, origin=origin, factories={"worker": "a:b"})
+    assert [name for name, node in nodes.items() if not node.needed] == [
+        "evaluator-0.0",
+        "evaluator-0.1",
+    ]
+    spec = spec_of(nodes["worker-1.1"])
+    assert (spec.replica, spec.partition, spec.incarnation) == (1, 1, 1)
+    assert (spec.position, spec.restore) == (positions[1], "/c/step-14")
+    assert (spec.factory, spec_of(nodes["shard-0"]).factory) == ("a:b", "")
+    assert spec.statistics == ""
+    (tmp_path / "standardize.npz").touch()
+    told = spec_of(nodes_of(plan, tmp_path)["worker-0.0"])
+    assert told.statistics == str(tmp_path / "standardize.npz")
+    nice = {name: node.order.nice for name, node in nodes.items()}
+    assert {name for name, value in nice.items() if value} == {"evaluator-0.0", "evaluator-0.1"}
+
+
+def test_evaluators_are_needed_where_nobody_trains(tmp_path: Path) -> None:
+    plan = make_evaluation_plan(experiment(count=2), rows=21, evaluators=2)
+    nodes = nodes_of(plan, tmp_path, origin=Origin(restore="/c", positions={}))
+    assert all(node.needed for node in nodes.values())
+    assert evaluator_groups(plan) == [
+        ["evaluator-0.0", "evaluator-0.1"],
+        ["evaluator-1.0", "evaluator-1.1"],
+    ]
+
+
+def test_the_coordinator_is_told_of_replicas_with_all_their_partitions() -> None:
+    plan = make(count=2)
+    positions = {0: Position(5, 0, 5), 1: Position(9, 1, 2)}
+    start = coordinator_start(plan, Origin(positions=positions, examples=7, seconds=1.5))
+    assert start.workers == {
+        0: ["worker-0.0", "worker-0.1"],
+        1: ["worker-1.0", "worker-1.1"],
+    }
+    assert start.evaluators == [["evaluator-0.0", "evaluator-0.1"]]
+    assert {n: part.begin for n, part in start.parts.items()} == positions
+    assert [part.rows for part in start.parts.values()] == [50, 50]
+    assert (start.examples, start.seconds) == (7, 1.5)
+    assert start.shards == [span.node for span in plan.shards]
+
+
+# -------------------------------------------------------------------------------- small things
+
+
+@pytest.mark.parametrize(
+    ("partition", "replicas", "threads"),
+    [
+        (PartitionSpec(), 2, 4),
+        (PartitionSpec(count=2), 2, 2),
+        (PartitionSpec(grid=(2, 2)), 1, 2),
+        (PartitionSpec(count=16), 1, 1),
+    ],
+)
+def test_cores_are_shared_out_among_all_partitions(
+    partition: PartitionSpec, replicas: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    given = replace(experiment(replicas=replicas), partition=partition, threads=None)
+    assert resolve_threads(given).threads == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert resolve_threads(given).threads == 3
+    assert resolve_threads(replace(given, threads=5)).threads == 5
+
+
+def test_the_digest_is_of_the_network_and_not_of_how_it_is_run() -> None:
+    whole = experiment()
+    same = (experiment(count=2), replace(whole, seed=9), replace(whole, shards=1, replicas=1))
+    assert {network_digest(each) for each in same} == {network_digest(whole)}
+    text = FILE.read_text(encoding="utf-8")
+    units = parse(text, overrides=["network.layers.0.units=33"])
+    assert network_digest(units) != network_digest(whole)
+
+
+def test_a_checkpoint_has_the_parameters_and_the_rules_state() -> None:
+    assert state_vectors(experiment()) == ["parameters", "sum_of_squares"]
