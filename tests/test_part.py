@@ -21,6 +21,7 @@ from dbctl.model.layers.local2d import Local2dSpec
 from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import NetworkSpec, n_parameters, node_shapes, tensors
 from dbctl.model.part import box_of_rows
+from dbctl.model.part_layer import PartLayer
 from dbctl.model.passes import Measurement
 
 BATCH = 5
@@ -329,6 +330,20 @@ def test_a_partition_asks_for_its_own_box_and_its_own_vector() -> None:
     wide = np.concatenate([x, x], axis=-1)
     with pytest.raises(AssertionError, match="a batch of 5"):
         next(network.measure(share, wide, batch.targets))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts(networks()))
+def test_outputs_are_written_among_the_next_inputs_where_they_are_a_run(cut: NetworkCut) -> None:
+    """`is_run` exactly where all that is owned is needed, and lies in one run of that memory."""
+    for index in range(1, len(cut.spec.layers)):
+        for partition in range(cut.count):
+            layer = PartLayer(cut, index, partition, batch_size=2, dtype="float64")
+            mine = cut.owned[index][partition]
+            part = np.zeros((*layer.need.shape, 2))[layer.own.in_needed]
+            run_of_all = part.size == 2 * len(mine) > 0 and part.flags.c_contiguous
+            assert layer.own.is_run == run_of_all
+            assert layer.is_local == (layer.need == mine)
 
 
 def test_box_of_rows_is_a_copy_of_its_own_box() -> None:

@@ -165,7 +165,7 @@ class PartNetwork:
         if layer.is_local:
             return own
         whole = layer.inputs.rows(n)
-        if not (layer.takes and layer.own.is_run):  # else it was written there
+        if not layer.own.is_run:  # else it was written there
             whole[layer.own.in_needed] = own[layer.own.in_owned]
         if layer.takes:
             taken = yield Take(key, tuple(layer.takes))

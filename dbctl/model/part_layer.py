@@ -145,7 +145,7 @@ class Own(NamedTuple):
 
 def _own(mine: Box, need: Box) -> Own:
     both = mine.intersection(need)
-    outer = next((i for i, n in enumerate(both.shape) if n != 1), 0)
+    outer = next((i for i, n in enumerate(both.shape) if n != 1), len(both.shape))
     inner = zip(both.shape[outer + 1 :], need.shape[outer + 1 :], strict=True)
     is_run = bool(both) and both == mine and all(a == b for a, b in inner)
     places = both.slices(mine.starts), both.slices(need.starts)
