@@ -135,7 +135,7 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(tmp_path: Path) -> None:
 def test_two_cut_replicas_lose_one_and_end(tmp_path: Path) -> None:
     text = TEXT.replace("{type: sgd, batch_size: 16, rule", "{type: downpour, batch_size: 16, rule")
     overrides = ["replicas=2", "partition.count=2", "checkpoint.every=10 steps"]
-    run_dir, run = begin(text, tmp_path / "r", overrides=overrides, faults=BAD, seed=8)
+    _, run = begin(text, tmp_path / "r", overrides=overrides, faults=BAD, seed=8)
 
     def die() -> None:
         run.net.kill("worker-1.1")

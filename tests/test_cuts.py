@@ -1,4 +1,4 @@
-"""Cuts: gathered from all shards, handed over once, given back (docs/protocol.md, section 4)."""
+"""Cuts: gathered from all shards, handed over once, given back (docs/protocol.md, section 5)."""
 
 from __future__ import annotations
 
