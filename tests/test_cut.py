@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from math import prod
 from typing import Any
 
@@ -21,8 +22,10 @@ from dbctl.model.layers.lcn import LcnSpec
 from dbctl.model.layers.local2d import Local2dSpec
 from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import LayerSpec, NetworkSpec, n_parameters
+from dbctl.model.part import PartNetwork
 from dbctl.model.passes import KERNELS
 from dbctl.region import Box
+from dbctl.roles.base import PlainBuffer
 
 PARTS: list[dict[str, Any]] = [{"count": n} for n in (1, 2, 3, 4, 6)]
 PARTS += [{"grid": grid} for grid in ((1, 3), (2, 1), (2, 2), (3, 2), (5, 1))]
@@ -107,6 +110,22 @@ def test_a_partition_holds_its_share_of_the_parameters(spec: NetworkSpec, count:
     cut = cut_network(spec, count=count)
     whole = n_parameters(spec)
     assert max(len(cut.span(p)) for p in range(count)) < (1 / count + 0.1) * whole
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("spec", [SPEECH, LOCAL], ids=["speech", "local"])
+def test_memory_of_a_partition_falls_with_their_count(spec: NetworkSpec, count: int) -> None:
+    """Its buffers, parameters and gradient: only its own, and what borders on it."""
+
+    def held(cut: NetworkCut) -> int:
+        tracemalloc.start()
+        part = PartNetwork(cut, 0, batch_size=32, outbox=PlainBuffer)
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return size + 2 * part.n_parameters * part.dtype.itemsize
+
+    whole = held(cut_network(spec))
+    assert held(cut_network(spec, count=count)) < (1 / count + 0.05) * whole
 
 
 def test_the_speech_network_of_the_paper_has_42_million_parameters() -> None:

@@ -89,13 +89,17 @@ class NetworkCut:
 
     def needs(self, layer: int, partition: int) -> Box:
         """The inputs that the partition's share of a layer is computed from."""
-        if self.ways[layer] == "inputs":
-            return self.owned[layer][partition]
-        box = self.owned[layer + 1][partition]
-        shape = self.shapes[layer]
-        if not box:
-            return Box((0,) * len(shape), (0,) * len(shape))
-        return self.spec.layers[layer].input_box(shape, box)
+        return self._needs[layer][partition]
+
+    @cached_property
+    def _needs(self) -> tuple[tuple[Box, ...], ...]:
+        found = []
+        for index, layer in enumerate(self.spec.layers):
+            shape, owned = self.shapes[index], self.owned[index + 1]
+            empty = Box((0,) * len(shape), (0,) * len(shape))
+            boxes = tuple(layer.input_box(shape, box) if box else empty for box in owned)
+            found.append(self.owned[index] if self.ways[index] == "inputs" else boxes)
+        return tuple(found)
 
     def sent(self, layer: int, sender: int, receiver: int) -> Box:
         """The node states of the layer's inputs that go from one partition to another, forward."""
@@ -106,8 +110,11 @@ class NetworkCut:
 
     def states_sent(self, layer: int) -> int:
         """Node states that the layer's inputs cost an example, forward; as many go back."""
-        pairs = product(range(self.count), repeat=2)
-        return sum(len(self.sent(layer, q, p)) for q, p in pairs)
+        if layer == 0:
+            return 0
+        # Each is owned once: what is needed and not owned is sent by one other partition.
+        both = zip(self._needs[layer], self.owned[layer], strict=True)
+        return sum(len(need) - len(need.intersection(own)) for need, own in both)
 
     def sums_sent(self, layer: int) -> int:
         """Partial sums that a layer cut by inputs costs an example, forward; as many go back."""

@@ -123,8 +123,9 @@ class PartLayer:
         if box:
             shape = cut.shapes[index]
             self.kernel = KERNELS[spec.type](spec, shape, box, batch_size=batch_size, dtype=dtype)
-        self.inputs = Buffer(self.need.shape, batch_size, dtype=dtype)
-        self.dx = Buffer(self.need.shape, batch_size, dtype=dtype)
+        gathered = self.need.shape if index and not self.is_local else (0,)
+        self.inputs = Buffer(gathered, batch_size, dtype=dtype)
+        self.dx = Buffer(self.need.shape if index else (0,), batch_size, dtype=dtype)
         if cut.owner_of_shared(index) is not None:
             self.shared = Shared(cut, index, partition, dtype=dtype)
 
