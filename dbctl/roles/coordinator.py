@@ -14,26 +14,24 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dbctl.experiment.specs import Every, StopSpec
-from dbctl.roles.base import NEVER, Done, Effects, Record, Save, Send
-from dbctl.roles.cuts import Cuts, replica_of
+from dbctl.roles.base import NEVER, Done, Effects, Record, Send
+from dbctl.roles.checkpoints import Checkpoints
+from dbctl.roles.cuts import replica_of
+from dbctl.roles.departures import Departures
 from dbctl.roles.evaluations import Evaluations, Measured
 from dbctl.roles.figures import Figures, Part
 from dbctl.roles.grants import Grants
+from dbctl.roles.orders import Orders
 from dbctl.roles.records import shard_fields, worker_fields
 from dbctl.roles.recurring import Recurring
 from dbctl.wire import (
-    Cut,
     CutPart,
     Evaluated,
     Exited,
-    Gone,
-    Grant,
-    Halt,
     Message,
     Peer,
     Predictions,
     Report,
-    Return,
     ShardReport,
 )
 
@@ -81,21 +79,18 @@ class Coordinator:
             warmstart=start.warmstart,
             max_lead=start.max_lead,
         )
-        self._cuts = Cuts(start.shards, begins)
+        self._checkpoints = Checkpoints(
+            start.shards, begins, every=start.checkpoint, save=start.save
+        )
         self._evaluations = Evaluations(start.evaluators, predictions=start.predictions)
-        self._sent: dict[int, Grant] = {n: Grant(0, p.step) for n, p in begins.items()}
-        self._resting: set[str] = set()
+        self._orders = Orders(start.workers, begins)
+        self._departures = Departures(start.shards)
         self._status, self._reason = "done", ""
-        self._push_at_halt: bool | None = None
         self._next_evaluation = Recurring(start.evaluate if start.evaluators else None)
-        self._next_checkpoint = Recurring(start.checkpoint if start.save else None)
         self._final_measured = not start.evaluators
-        self._final_saved = not start.save
         self._final_begun = False
-        self._final_asked = False
         self._stop_at = NEVER
         self._resend_at = NEVER
-        self._retry_cut_at = NEVER
 
     @property
     def phase(self) -> Phase:
@@ -113,7 +108,7 @@ class Coordinator:
     def is_working(self, worker: str) -> bool:
         """Whether the worker has steps to do: one that waits for a grant makes no progress."""
         replica = replica_of(worker)
-        return self.figures.position(replica).step < self._sent[replica].until
+        return self.figures.position(replica).step < self._orders.until(replica)
 
     @property
     def due(self) -> float:
@@ -121,7 +116,7 @@ class Coordinator:
 
     def _timed(self) -> float:
         """When something is due by the clock: `stop: seconds`, `every: N s`."""
-        return min(self._next_evaluation.at, self._next_checkpoint.at, self._stop_at)
+        return min(self._next_evaluation.at, self._checkpoints.at, self._stop_at)
 
     def start(self, now: float) -> Effects:
         self.figures.begin(now)
@@ -129,17 +124,14 @@ class Coordinator:
         seconds = self._start.stop.seconds
         left = NEVER if seconds is None else seconds - self._start.seconds
         self._stop_at = now + left
-        for each in (self._next_evaluation, self._next_checkpoint):
-            each.begin(now, self.figures)
+        self._next_evaluation.begin(now, self.figures)
+        self._checkpoints.begin(now, self.figures)
         if not self._start.workers:
             return self._measure(now)
         return [effect for n in self._live() for effect in self._grant(now, n, again=True)]
 
     def _live(self) -> list[int]:
         return [n for n in self._start.workers if n not in self.figures.dead]
-
-    def _live_workers(self) -> set[str]:
-        return {worker for n in self._live() for worker in self._start.workers[n]}
 
     # ---------------------------------------------------------------------------------- messages
 
@@ -150,10 +142,9 @@ class Coordinator:
             case Report():
                 return self._on_report(now, sender, message)
             case ShardReport():
-                self.figures.shard_report(sender.node, message)
-                return [Record("shard", shard_fields(sender.node, message))]
+                return self._on_shard_report(now, sender.node, message)
             case CutPart():
-                return self._on_part(now, sender, message)
+                return self._checkpoints.add(sender.node, message)
             case Evaluated():
                 measured = self._evaluations.add(sender.node, message)
                 return self._on_measured(now, measured) if measured is not None else []
@@ -181,9 +172,7 @@ class Coordinator:
                 " with a warmstart"
             )
             return [*effects, *self._over("failed", reason)]
-        resting = report.state in ("finished", "halted") and report.acked >= report.pushed
-        if resting and (self._phase is not Phase.RUNNING or self._sent[replica].last):
-            self._resting.add(sender.node)
+        self._orders.heard(sender.node, replica, report)
         return effects + self._go_on(now)
 
     def _go_on(self, now: float) -> Effects:
@@ -194,43 +183,52 @@ class Coordinator:
         if self._phase is Phase.RUNNING:
             for replica in self._live():
                 effects += self._grant(now, replica, again=False)
-        if self._resting >= self._live_workers():
+        if self._orders.at_rest(self._live()) and not self._departures:
             return effects + self._measure(now)
         return effects + (self._by_progress(now) if self._phase is Phase.RUNNING else [])
 
     def _grant(self, now: float, replica: int, *, again: bool) -> Effects:
         until, last = self._grants.grant(replica, now)
-        mark, mark_step = self._cuts.mark_for(replica)
-        old = self._sent[replica]
-        if (until, last, mark) != (old.until, old.last, old.mark):
-            self._sent[replica] = Grant(old.number + 1, until, last, mark, mark_step)
-            self._resting.difference_update(self._start.workers[replica])
-        elif not again:
-            return []
-        return [Send(worker, self._sent[replica]) for worker in self._start.workers[replica]]
+        mark = self._checkpoints.mark_for(replica)
+        return self._orders.grant(replica, until, last=last, mark=mark, again=again)
 
     def _on_death(self, now: float, peer: Peer, exited: Exited) -> Effects:
         if peer.node.startswith("shard-"):
             return self._over("failed", f"{peer.node} died: the run cannot go on without it")
-        gone = [Send(shard, Gone(*peer)) for shard in self._start.shards]
         if peer.node.startswith("evaluator-"):
             self._evaluations.lose(peer.node)
-            effects: Effects = [*gone, Record("lost", {"node": peer.node})]
+            self._departures.add(peer)
+            effects: Effects = [*self._gone(), Record("lost", {"node": peer.node})]
             return effects + self._after_evaluator_death(now)
         replica = replica_of(peer.node)
         if replica in self.figures.dead:
-            return [*gone]
+            return []
+        # Its other partitions are being ended too: from now on all of them are over.
+        for worker in self._start.workers[replica]:
+            self._departures.add(Peer(worker, peer.incarnation), replica)
         self.figures.dead.add(replica)
         self._grants.dead(replica)
-        self._resting.difference_update(self._start.workers[replica])
-        effects = [*gone, Record("lost", {"node": peer.node, "rows": self._rows(replica)})]
-        if self._cuts.dead(replica):
-            self._retry_cut_at = now
+        self._orders.wake(replica)
+        lost = Record("lost", {"node": peer.node, "rows": self._rows(replica)})
+        effects = [*self._gone(), lost]
+        self._checkpoints.dead(now, replica)
         n_live = len(self._live())
         if n_live < self._start.min_replicas:
             reason = f"{n_live} replicas live, min_replicas is {self._start.min_replicas}"
             effects += self._halt(now, push=True, status="failed", reason=reason)
         return effects + self._go_on(now)
+
+    def _gone(self) -> Effects:
+        return [Send(shard, gone) for shard, gone in self._departures.pending()]
+
+    def _on_shard_report(self, now: float, shard: str, report: ShardReport) -> Effects:
+        self.figures.shard_report(shard, report)
+        effects: Effects = [Record("shard", shard_fields(shard, report))]
+        settled = self._departures.confirm(shard, report)
+        for replica, position in settled.items():
+            self.figures.settle(replica, position)
+            self._grants.settle(replica, position.step)
+        return effects + (self._go_on(now) if settled else [])
 
     def _rows(self, replica: int) -> int:
         return self._start.parts[replica].rows
@@ -258,48 +256,32 @@ class Coordinator:
         if self._next_evaluation.is_due(now, self.figures) and not self._evaluations.busy:
             self._next_evaluation.advance(now, self.figures)
             effects += [Send(to, m) for to, m in self._evaluations.begin().items()]
-        if self._next_checkpoint.is_due(now, self.figures) and not self._cuts.under_way:
-            self._next_checkpoint.advance(now, self.figures)
-            self._retry_cut_at = now
-        if now >= self._retry_cut_at and not self._cuts.under_way:
-            self._retry_cut_at = NEVER
+        if self._checkpoints.is_due(now, self.figures):
             effects += self._ask_for_cut(now)
         return effects
 
     def _ask_for_cut(self, now: float) -> Effects:
         """A mark for the replica that has most to do; none if all have their last grant already."""
-        running = [n for n in self._live() if not self._sent[n].last]
+        running = [n for n in self._live() if not self._orders.is_last(n)]
         if self._grants.in_warmstart():
             running = running[:1]
         if not running:
             return []
         replica = min(running, key=lambda n: self.figures.position(n).step)
-        self._cuts.ask(replica, self._sent[replica].until)
+        self._checkpoints.ask(replica, self._orders.until(replica))
         return self._grant(now, replica, again=False)
-
-    def _on_part(self, now: float, sender: Peer, part: CutPart) -> Effects:
-        returned = self._cuts.returned(sender.node, part)
-        if returned is not None:
-            return [Send(sender.node, Return(returned))]
-        cut = self._cuts.add(sender.node, part)
-        if cut is None:
-            return []
-        self.figures.settle(cut.rows)
-        return [Save(cut)]
 
     def saved(self, now: float, error: str) -> Effects:
         """The writer is done with the cut it was given; `error` is empty if it is safe on disk."""
-        effects: Effects = [
-            Send(shard, Return(handout)) for shard, handout in self._cuts.written().items()
-        ]
+        effects = self._checkpoints.written()
         if self._phase is not Phase.MEASURING:
             return effects
-        if self._final_asked:
-            self._final_saved = True
-            if error and self._status == "done":
-                self._status, self._reason = "failed", error
-            return effects + self._finish_if_complete(now)
-        return effects + self._final_cut(now)
+        if not self._checkpoints.last_asked:
+            return effects + self._checkpoints.ask_last()
+        self._checkpoints.complete = True
+        if error and self._status == "done":
+            self._status, self._reason = "failed", error
+        return effects + self._finish_if_complete(now)
 
     def _on_predictions(self, sender: Peer, message: Predictions) -> Effects:
         is_next, filed = self._evaluations.file(sender.node, message)
@@ -333,21 +315,8 @@ class Coordinator:
 
     def _halt(self, now: float, *, push: bool, status: str, reason: str) -> Effects:
         self._phase = Phase.ENDING
-        self._push_at_halt = push
         self._status, self._reason = status, reason
-        self._resting.clear()
-        return self._halts()
-
-    def _halts(self) -> Effects:
-        assert self._push_at_halt is not None
-        effects: Effects = []
-        for replica in self._live():
-            # The partitions of a cut replica stop at one step, what all were granted, and push: one
-            # that has seen a last grant has pushed there already.
-            cut = len(self._start.workers[replica]) > 1
-            halt = Halt(self._push_at_halt or cut, self._sent[replica].until if cut else 0)
-            effects += [Send(worker, halt) for worker in self._start.workers[replica]]
-        return effects
+        return self._orders.halt(self._live(), push=push)
 
     def _measure(self, now: float) -> Effects:
         """Nothing runs any more: the final evaluation and the final cut."""
@@ -358,21 +327,15 @@ class Coordinator:
             self._final_measured = True
         if not self._final_measured and not self._evaluations.busy:
             effects += self._final_evaluation()
-        if not self._final_saved and not self._cuts.being_written:
-            effects += self._final_cut(now)
+        effects += self._checkpoints.ask_last()
         return effects + self._finish_if_complete(now)
 
     def _final_evaluation(self) -> Effects:
         self._final_begun = True
         return [Send(to, m) for to, m in self._evaluations.begin().items()]
 
-    def _final_cut(self, now: float) -> Effects:
-        self._final_asked = True
-        number = self._cuts.ask(None)
-        return [Send(shard, Cut(number)) for shard in self._start.shards]
-
     def _finish_if_complete(self, now: float) -> Effects:
-        if self._final_measured and self._final_saved:
+        if self._final_measured and self._checkpoints.complete:
             return self._over(self._status, self._reason)
         return []
 
@@ -397,13 +360,13 @@ class Coordinator:
     def _again(self, now: float) -> Effects:
         """Totals whose effect has not been reported are said again."""
         effects: Effects = [Send(to, m) for to, m in self._evaluations.pending().items()]
+        effects += self._gone()
         match self._phase:
             case Phase.RUNNING:
                 for replica in self._live():
                     effects += self._grant(now, replica, again=True)
             case Phase.ENDING:
-                effects += self._halts()
-            case Phase.MEASURING if self._final_asked and not self._cuts.being_written:
-                cut = Cut(self._cuts.number)
-                effects += [Send(shard, cut) for shard in self._start.shards]
+                effects += self._orders.halt_again(self._live())
+            case Phase.MEASURING:
+                effects += self._checkpoints.ask_again()
         return effects

@@ -37,7 +37,8 @@ from dbctl.roles.conversation import Conversation
 from dbctl.roles.local import LocalCopy
 from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.totals import Totals
-from dbctl.wire import BEGINNING, Finish, Grant, Halt, Message, Peer, Position, ShardSpan
+from dbctl.shards import ShardSpan
+from dbctl.wire import BEGINNING, Finish, Grant, Halt, Message, Peer, Position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +143,6 @@ class Downpour:
         self._grant = grant
         if grant.mark > self._marked:
             self._mark = (grant.mark, grant.mark_step)
-        if self._phase is Phase.FINISHED and grant.until > self.at.step:
-            self._phase, self._since = Phase.IDLE, now
         return []
 
     # -------------------------------------------------------------------------------------- work
@@ -165,7 +164,7 @@ class Downpour:
             case Phase.FLUSH:
                 return self.local.acked >= self.local.pushed
             case Phase.FINISHED:
-                return self._halt is not None
+                return self._halt is not None or self.at.step < self._until()
             case Phase.HALTED:
                 return False
 
@@ -219,9 +218,14 @@ class Downpour:
             case Phase.COMPUTED:
                 return self._end_step(now)
             case Phase.FLUSH:
-                self._phase = Phase.FINISHED if self._halt is None else Phase.HALTED
+                halted = self._halt is not None and self._must_end()
+                self._phase = Phase.HALTED if halted else Phase.FINISHED
                 return self._report(now)
             case Phase.FINISHED:
+                # More steps were granted, or the partitions of a replica stop at a later one.
+                if self.at.step < self._until() and not self._must_end():
+                    self._phase, self._since = Phase.IDLE, now
+                    return []
                 return self._flush(now)
             case _:
                 raise AssertionError(self._phase)

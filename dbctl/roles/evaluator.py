@@ -21,6 +21,7 @@ from dbctl.roles.base import NOW, Allocate, Done, Effects, Measure, Send
 from dbctl.roles.conversation import Conversation
 from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.worker import Channel, Timer
+from dbctl.shards import ShardSpan
 from dbctl.wire import (
     Evaluate,
     Evaluated,
@@ -30,7 +31,6 @@ from dbctl.wire import (
     Message,
     Peer,
     Predictions,
-    ShardSpan,
 )
 
 WINDOW = 4

@@ -81,10 +81,9 @@ class Figures:
     def shard_report(self, shard: str, report: ShardReport) -> None:
         self._shards[shard] = report
 
-    def settle(self, rows: Mapping[int, Position]) -> None:
-        """What the shards have applied of dead replicas, which they could not report any more."""
-        for replica in self.dead:
-            self._settled[replica] = rows.get(replica, self.position(replica))
+    def settle(self, replica: int, position: Position) -> None:
+        """What the shards have applied of a dead replica, which it could not report any more."""
+        self._settled[replica] = max(position, self._parts[replica].begin)
 
     def position(self, replica: int) -> Position:
         if replica in self._settled:

@@ -69,10 +69,16 @@ class Grants:
             replica.released = replica.done
 
     def dead(self, number: int) -> None:
-        """What it had been granted and did not do goes back to the others."""
+        """It does no more; what it had been granted is kept until it is known what it did."""
+        self._replicas[number].live = False
+
+    def settle(self, number: int, step: int) -> None:
+        """The last step of a dead replica that a shard has applied.
+
+        What it had done besides, or had been granted, goes back to the others.
+        """
         replica = self._replicas[number]
-        replica.live = False
-        replica.until = replica.done
+        replica.done = replica.until = max(step, replica.begin.step)
 
     def in_warmstart(self) -> bool:
         return self.done() < self._warmstart and self._runs(self._replicas[self._first()])

@@ -18,7 +18,8 @@ from dbctl.optim.gradients import accrue, accrue_and_step, local_step
 from dbctl.region import Range
 from dbctl.roles.base import Allocate, Array, Buffer, Effects, View
 from dbctl.roles.worker import Channel, Slots
-from dbctl.wire import Message, Position, Push, ShardSpan
+from dbctl.shards import ShardSpan
+from dbctl.wire import Message, Position, Push
 
 
 class LocalCopy:

@@ -173,7 +173,9 @@ class Shard:
         if client is not None and client.peer.incarnation <= peer.incarnation:
             self._forget(client.peer)
             client.over = True
-        return []
+        elif client is None:
+            self._clients[peer.node] = _Client(peer, over=True)
+        return [self._report()]
 
     def _forget(self, peer: Peer) -> None:
         self._handouts.forget(peer)
@@ -341,6 +343,7 @@ class Shard:
                 self._refused,
                 self.table(),
                 staleness,
+                tuple(sorted(name for name, client in self._clients.items() if client.over)),
             ),
         )
 
