@@ -31,6 +31,7 @@ from dbctl.wire import (
     Position,
     Report,
     Return,
+    ShardReport,
     WorkerRow,
 )
 
@@ -51,6 +52,7 @@ class Boss:
                 **given,
             )
         )
+        self.over: list[str] = []
         self.begun = self.role.start(0.0)
 
     def report(self, replica: int, step: int, state: str = "running", **changes: Any) -> Effects:
@@ -61,8 +63,16 @@ class Boss:
         report = Report(**(fields | changes))
         return self.role.receive(now, Peer(f"worker-{replica}.0", 1), report)
 
-    def dies(self, node: str, now: float = 0.2) -> Effects:
-        return self.role.receive(now, AGENT, Exited(node, 1, -9, ""))
+    def dies(self, node: str, *, steps: int = 0) -> Effects:
+        """Its death, and both shards' word that it is over, after `steps` of its steps."""
+        effects = self.role.receive(0.2, AGENT, Exited(node, 1, -9, ""))
+        self.over.append(node)
+        return effects + self.confirm(0, steps) + self.confirm(1, steps)
+
+    def confirm(self, shard: int, steps: int = 0) -> Effects:
+        rows = [WorkerRow(n, 1, 1, Position(steps, 0, steps)) for n in self.over if n[0] == "w"]
+        report = ShardReport(1, 0, 0, 0, 0, 0, tuple(rows), (), tuple(self.over))
+        return self.role.receive(0.2, Peer(f"shard-{shard}", 1), report)
 
     def part(self, number: int, shard: int, now: float = 0.3) -> Effects:
         row = WorkerRow("worker-0.0", 1, 1, Position(4, 0, 4))
@@ -83,7 +93,8 @@ def sent(effects: Effects, kind: type[Message] = Message) -> list[tuple[str, Any
 
 
 def events(effects: Effects) -> list[str]:
-    return [effect.event for effect in effects if isinstance(effect, Record)]
+    records = [effect.event for effect in effects if isinstance(effect, Record)]
+    return [event for event in records if event != "shard"]
 
 
 # --------------------------------------------------------------------------------------- granting
@@ -153,13 +164,13 @@ def test_a_finish_report_of_one_replica_waits_for_the_other() -> None:
 def test_the_shards_are_told_of_a_dead_replica_and_its_grant_goes_to_the_others() -> None:
     boss = Boss()
     boss.report(0, 1)
-    effects = boss.dies("worker-0.0")
+    effects = boss.dies("worker-0.0", steps=1)
     assert sent(effects, Gone) == [
         ("shard-0", Gone("worker-0.0", 1)),
         ("shard-1", Gone("worker-0.0", 1)),
     ]
     assert events(effects) == ["lost"]
-    assert sent(effects, Grant)[-1] == ("worker-1.0", Grant(3, 7, last=True))
+    assert sent(effects, Grant)[-1] == ("worker-1.0", Grant(4, 7, last=True))
     assert boss.report(0, 5) == []  # what still comes of it changes nothing
     assert boss.report(1, 7, "finished")[-1] == Done("done")
 
@@ -172,7 +183,7 @@ def test_a_finished_replica_does_what_a_dead_one_left() -> None:
             for to, grant in sent(boss.report(replica, granted[replica]), Grant):
                 granted[int(to[7])] = grant.until
     boss.report(0, granted[0], "finished")
-    effects = boss.dies("worker-1.0")
+    effects = boss.dies("worker-1.0", steps=granted[1])
     left = 8 - granted[0] - granted[1]
     assert left == 0
     assert effects[-1] == Done("done")

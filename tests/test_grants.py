@@ -32,6 +32,7 @@ def run(grants: Grants, replicas: int, *, seed: int = 0, dead: dict[int, int] | 
         grants.advance(number, done[number])
         if dead and number in dead and done[number] >= dead[number]:
             grants.dead(number)
+            grants.settle(number, done[number])
             live.discard(number)
         if last and done[number] == until:
             finished.add(number)

@@ -348,13 +348,16 @@ def test_with_three_buffers_held_pushes_wait_and_every_message_of_a_reader_gives
 def test_what_comes_of_a_life_that_is_gone_changes_nothing() -> None:
     shard = welcomed(A, B)
     shard.receive(0.0, A, push(1))
-    assert shard.receive(0.0, BOSS, Gone(*A)) == []
+    [told] = shard.receive(0.0, BOSS, Gone(*A))
+    assert isinstance(told, Send)
+    assert isinstance(told.message, ShardReport)
+    assert told.message.over == (A.node,)  # from here on its row is final
     assert shard.due == NEVER
     assert pushed(shard, A, push(1)) == []
     assert shard.receive(0.0, A, Hello(1)) == []
     assert shard.receive(0.0, A, Fetch(1, 1, 0, 0)) == []
     assert shard.receive(0.0, Peer("worker-0.0", 2), Hello(1)) != []
-    assert shard.receive(0.0, BOSS, Gone("worker-0.0", 1)) == []  # late: the next life lives
+    shard.receive(0.0, BOSS, Gone("worker-0.0", 1))  # late: the next life lives
     assert pushed(shard, Peer("worker-0.0", 2), push(1)) == [Send("worker-0.0", Ack(1, 1, 1))]
 
 

@@ -197,7 +197,7 @@ class Life:
         records.write_status(now, session.nodes, outcome.status)
         error = self._error(outcome, records)
         if error is not None:
-            self.display.event("error", f"error: {error}", {"message": str(error)})
+            self.display.event("error", f"dbctl: error: {error}", {"message": str(error)})
         notes = tuple(self._notes(outcome, records))
         self.display.finished(
             Summary(run_dir=str(self.run_dir.path), status=outcome.status, notes=notes, **summary)
