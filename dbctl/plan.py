@@ -17,10 +17,9 @@ from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.network import tensors
 from dbctl.model.tensor import Tensor
 from dbctl.region import Range
-from dbctl.wire import BEGINNING, Position, ShardSpan
+from dbctl.shards import ShardSpan, shard_spans, spans_within
+from dbctl.wire import BEGINNING, Position
 
-# Cuts between shards fall on multiples of a cache line of float32.
-SHARD_ALIGN = 16
 ITEM_BYTES = 4
 PROCESS_BYTES = 60 << 20  # what Python with numpy and pyzmq takes before any of ours
 N_PARAMETER_BUFFERS = 3
@@ -90,9 +89,7 @@ class Plan:
 
     def held_by(self, partition: int) -> tuple[ShardSpan, ...]:
         """What a partition shares with each shard: one range where they meet."""
-        mine = self.cut.span(partition)
-        both = ((s.node, Range(s.start, s.stop).intersection(mine)) for s in self.shards)
-        return tuple(ShardSpan(node, r.start, r.stop) for node, r in both if r)
+        return spans_within(self.shards, self.cut.span(partition))
 
     def bytes_a_step(self) -> tuple[int, int]:
         """Bytes that one replica fetches and pushes for one step, on average."""
@@ -170,12 +167,6 @@ def make_evaluation_plan(experiment: Experiment, *, rows: int, evaluators: int) 
         nodes=(*_shard_nodes(experiment, spans), *measuring),
         rows=(),
     )
-
-
-def shard_spans(n_parameters: int, shards: int) -> tuple[ShardSpan, ...]:
-    """Equal slices by bytes, whatever the tensors; shards that would hold nothing are left out."""
-    cuts = [cut for cut in Range(0, n_parameters).split(shards, align=SHARD_ALIGN) if cut]
-    return tuple(ShardSpan(f"shard-{i}", cut.start, cut.stop) for i, cut in enumerate(cuts))
 
 
 def _shard_nodes(experiment: Experiment, spans: Sequence[ShardSpan]) -> Iterator[NodePlan]:

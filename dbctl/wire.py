@@ -23,14 +23,6 @@ class Peer(NamedTuple):
         return f"{self.node}#{self.incarnation}"
 
 
-class ShardSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Shard `node` holds elements `start` to `stop` of the flat parameter vector."""
-
-    node: str
-    start: int
-    stop: int
-
-
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages. A subclass with a field `payload` carries one flat array."""
 
@@ -226,7 +218,10 @@ class Need(Message, frozen=True):
 
 
 class ShardReport(Message, frozen=True):
-    """A shard's totals, its dedup table, and staleness counts: (worker, staleness, count)."""
+    """A shard's totals, its dedup table, and staleness counts: (worker, staleness, count).
+
+    `over`: the nodes of which it hears nothing more (Gone), whose rows are final.
+    """
 
     term: int
     version: int
@@ -236,6 +231,7 @@ class ShardReport(Message, frozen=True):
     refused: int
     table: tuple[WorkerRow, ...]
     staleness: tuple[tuple[str, int, int], ...]
+    over: tuple[str, ...] = ()
 
 
 class Cut(Message, frozen=True):

@@ -27,6 +27,7 @@ from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.downpour import Downpour, DownpourStart
 from dbctl.roles.figures import Part
 from dbctl.roles.shard import Shard, ShardStart
+from dbctl.shards import ShardSpan
 from dbctl.wire import (
     BEGINNING,
     Ack,
@@ -43,7 +44,6 @@ from dbctl.wire import (
     Push,
     Report,
     Return,
-    ShardSpan,
     Welcome,
 )
 

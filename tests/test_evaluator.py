@@ -11,6 +11,7 @@ import numpy as np
 from dbctl.roles.base import NEVER, NOW, Array, Done, Effects, PlainBuffer, Send, Tally
 from dbctl.roles.evaluator import WINDOW, Evaluator
 from dbctl.roles.shard import CONTROLLER
+from dbctl.shards import ShardSpan
 from dbctl.wire import (
     Boxes,
     Evaluate,
@@ -25,7 +26,6 @@ from dbctl.wire import (
     Peer,
     Predictions,
     Return,
-    ShardSpan,
     Welcome,
 )
 

@@ -10,7 +10,8 @@ import pytest
 
 from dbctl.roles.base import Effects, PlainBuffer, Send, View
 from dbctl.roles.local import LocalCopy
-from dbctl.wire import Ack, Fetch, Hello, Params, Position, Push, Return, ShardSpan, Welcome
+from dbctl.shards import ShardSpan
+from dbctl.wire import Ack, Fetch, Hello, Params, Position, Push, Return, Welcome
 
 SHARDS = (ShardSpan("shard-0", 10, 12), ShardSpan("shard-1", 12, 15))
 AT = Position(1, 0, 1)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from dbctl.errors import PlanError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import Experiment, PartitionSpec
-from dbctl.plan import PROCESS_BYTES, SHARD_ALIGN, NodeSpec, Plan, make_plan, shard_spans
-from dbctl.wire import Position, ShardSpan
+from dbctl.plan import PROCESS_BYTES, NodeSpec, Plan, make_plan
+from dbctl.shards import SHARD_ALIGN, ShardSpan, shard_spans
+from dbctl.wire import Position
 
 FILE = Path(__file__).parent.parent / "experiments" / "digits-downpour.yaml"
 SMALL = ("replicas=3", "shards=2", "evaluate.every=1 epoch")
