@@ -145,13 +145,13 @@ def test_a_wide_layer_and_a_narrow_one_cost_one_exchange() -> None:
     assert traffic(by_outputs) == 2 * (2048 + 64)
 
 
-def test_equal_layers_cost_the_same_either_way() -> None:
-    """Halves of 2560 states, each way between two: as many as sums would be; 8192 sums are more."""
+def test_of_equal_ways_a_layer_is_cut_by_its_inputs() -> None:
+    """As many sums as states, but sums are on their way during a product; 8192 sums are more."""
     cut = cut_network(SPEECH, count=2)
-    assert cut.ways == ("outputs",) * 5
-    assert [cut.states_sent(layer) for layer in range(5)] == [0, 2560, 2560, 2560, 2560]
-    ways = ("outputs", "inputs", "outputs", "inputs", "outputs")
-    assert traffic(NetworkCut(SPEECH, cut.owned, ways)) == traffic(cut)  # type: ignore[arg-type]
+    assert cut.ways == ("outputs", "inputs", "inputs", "inputs", "outputs")
+    assert [cut.sums_sent(layer) for layer in range(5)] == [0, 2560, 2560, 2560, 0]
+    assert [cut.states_sent(layer) for layer in range(5)] == [0, 0, 0, 0, 2560]
+    assert traffic(NetworkCut(SPEECH, cut.owned, ("outputs",) * 5)) == traffic(cut)
 
 
 def test_a_layer_may_say_how_it_is_cut() -> None:

@@ -262,7 +262,12 @@ def _with_ways(spec: NetworkSpec, grid: Grid) -> NetworkCut:
 
 
 def _cheaper(cut: NetworkCut, layer: int, spec: LayerSpec) -> Way:
-    """A dense layer is cut by its inputs where the partial sums are fewer than the states."""
+    """A dense layer is cut by its inputs where partial sums are no more than the states.
+
+    Where they are as many: what is sent by inputs is on its way while the own half is computed, in
+    both phases; states are waited for. Two partitions of 440-1024x4-2048, batch 128, threads on two
+    cores: 1.80 times one against 1.32.
+    """
     if spec.type != "dense" or cut.count == 1:
         return "outputs"
     if spec.cut is not None:
@@ -270,7 +275,7 @@ def _cheaper(cut: NetworkCut, layer: int, spec: LayerSpec) -> Way:
     ways = list(cut.ways)
     ways[layer] = "inputs"
     other = NetworkCut(cut.spec, cut.owned, tuple(ways))
-    return "inputs" if other.sums_sent(layer) < cut.states_sent(layer) else "outputs"
+    return "inputs" if other.sums_sent(layer) <= cut.states_sent(layer) else "outputs"
 
 
 def traffic(cut: NetworkCut) -> int:
