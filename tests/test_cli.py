@@ -49,7 +49,7 @@ def dbctl(*args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
 # ----------------------------------------------------------------------------- the frozen listing
 
 FROZEN = {
-    "train": ["file", "--set", "--run-dir", "--dry-run", "--json", "--quiet"],
+    "train": ["file", "--set", "--run-dir", "--dry-run", "--partitions", "--json", "--quiet"],
     "resume": ["run_dir", "--set", "--json", "--quiet"],
     "eval": ["run_dir", "--split", "--step", "--workers", "--predictions", "--json"],
     "validate": ["file", "--set"],

@@ -12,6 +12,9 @@ import click
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
 @click.option("--run-dir", type=click.Path(), help="Where the run is kept (new or empty).")
 @click.option("--dry-run", is_flag=True, help="Print the plan and start nothing.")
+@click.option(
+    "--partitions", metavar="N,N,...", help="With --dry-run: costs and times for these counts."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines on stdout.")
 @click.option("--quiet", is_flag=True, help="Only warnings and the last line.")
 def train(
@@ -20,6 +23,7 @@ def train(
     overrides: tuple[str, ...],
     run_dir: str | None,
     dry_run: bool,
+    partitions: str | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -27,8 +31,12 @@ def train(
     from dbctl.progress.display import make_display
     from dbctl.run import train as run
 
+    if partitions is not None and not dry_run:
+        raise click.UsageError("--partitions is for --dry-run")
     if dry_run:
-        for line in run.prepare(file, overrides).lines():
+        from dbctl.run.dry import dry_run as print_plan
+
+        for line in print_plan(file, overrides, partitions=partitions, as_json=as_json):
             click.echo(line)
         return 0
     display = make_display(json=as_json, stderr_is_tty=sys.stderr.isatty(), quiet=quiet)

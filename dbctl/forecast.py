@@ -1,0 +1,240 @@
+"""How long a mini-batch of a cut replica will take, from measured speeds, as in paper A, figure 3.
+
+Rules of this file: pure, no numpy; speeds come from outside (run/speeds.py), counts from
+model/costs.py. Each partition is taken to have a core (with `threads`, so many) of its own.
+
+Theory of operation. A mini-batch is, layer by layer, what its slowest partition computes and sends:
+
+    layer     max over partitions of (overhead + operations / rate)
+              + max over partitions of (bytes / link rate + messages x time of a message)
+              + rounds x latency
+    servers   greatest range of a partition / worker's rate + greatest range of a shard / its rate
+              + two latencies, where the step waits for them; divided by n_push, n_fetch
+
+All of it is waited for: nothing is taken to hide behind something else, as a replica computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dbctl.errors import PlanError
+from dbctl.experiment.specs import DownpourSpec, Experiment
+from dbctl.model.costs import ITEM_BYTES, LayerCosts, costs_of, imbalance
+from dbctl.model.cut import NetworkCut, cut_network
+
+MAX_COLUMNS = 8  # partitions whose figures are listed one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpeed:
+    """A layer takes `overhead_s` a mini-batch, and its operations at `flops_per_s`."""
+
+    overhead_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Of this machine, for one network at one batch size and count of threads.
+
+    `loss_s`: of the loss on all outputs. `batch_s`: of fetching a mini-batch's rows. `latency_s`:
+    from one process's send to the other's receive. `message_s`: of each further message.
+    `link_bytes_per_s`: into shared memory and out of it. `worker_s`, `shard_s`: of one parameter,
+    checking the gradient and copying the answer; checking it again and updating.
+    """
+
+    layers: tuple[LayerSpeed, ...]
+    loss_s: float
+    batch_s: float
+    latency_s: float
+    message_s: float
+    link_bytes_per_s: float
+    worker_s: float
+    shard_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Seconds of one mini-batch; `speed_up` is against one partition."""
+
+    partitions: int
+    compute_s: float
+    exchange_s: float
+    servers_s: float
+    speed_up: float
+    numbers_sent: int
+    imbalance: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.exchange_s + self.servers_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One count of partitions: its costs and its forecast."""
+
+    cut: NetworkCut
+    costs: tuple[LayerCosts, ...]
+    forecast: Forecast
+
+
+def cuts_of(experiment: Experiment, counts: Sequence[int]) -> list[NetworkCut]:
+    """One cut for each count. PlanError: the network cannot be cut into so many."""
+    return [cut_network(experiment.network, count=count) for count in counts]
+
+
+def tables(experiment: Experiment, cuts: Sequence[NetworkCut], speeds: Speeds) -> list[Table]:
+    """One table for each cut."""
+    found = []
+    alone = cut_network(experiment.network)
+    alone_s = sum(_times(experiment, alone, costs_of(alone), speeds=speeds))
+    for cut in cuts:
+        costs = costs_of(cut)
+        compute_s, exchange_s, servers_s = _times(experiment, cut, costs, speeds=speeds)
+        forecast = Forecast(
+            partitions=cut.count,
+            compute_s=compute_s,
+            exchange_s=exchange_s,
+            servers_s=servers_s,
+            speed_up=alone_s / (compute_s + exchange_s + servers_s),
+            numbers_sent=sum(layer.total("states") + layer.total("sums") for layer in costs),
+            imbalance=imbalance(costs),
+        )
+        found.append(Table(cut=cut, costs=costs, forecast=forecast))
+    return found
+
+
+def _times(
+    experiment: Experiment, cut: NetworkCut, costs: Sequence[LayerCosts], *, speeds: Speeds
+) -> tuple[float, float, float]:
+    """Seconds of computing, of exchanging, and for the servers."""
+    n = experiment.optimizer.batch_size
+    outputs = [len(box) for box in cut.owned[-1]]
+    compute_s = speeds.batch_s + speeds.loss_s * max(outputs) / sum(outputs)
+    for layer, speed in zip(costs, speeds.layers, strict=False):  # the loss has none
+        flops = layer.extremes("flops")[1] * n
+        compute_s += speed.overhead_s + flops / speed.flops_per_s
+    exchange_s = sum(_exchange_s(layer, speeds, n=n) for layer in costs)
+    if cut.count > 1:  # the agreement that ends each pass
+        exchange_s += speeds.latency_s + (cut.count - 2) * speeds.message_s
+    return compute_s, exchange_s, _servers_s(experiment, cut, speeds)
+
+
+def _exchange_s(layer: LayerCosts, speeds: Speeds, *, n: int) -> float:
+    """A round's first message costs a latency, each further one its own time on both sides."""
+    slowest = 0.0
+    for share in layer.shares:
+        n_bytes = share.bytes_sent * n + share.shared * ITEM_BYTES
+        further = max(0, share.messages - layer.rounds)
+        seconds = n_bytes / speeds.link_bytes_per_s + further * speeds.message_s
+        slowest = max(slowest, seconds)
+    return slowest + layer.rounds * speeds.latency_s
+
+
+def _servers_s(experiment: Experiment, cut: NetworkCut, speeds: Speeds) -> float:
+    """Of a replica that is alone and waits for its shards at every fetch."""
+    held = max(len(cut.span(p)) for p in range(cut.count))
+    n_parameters = sum(len(cut.span(p)) for p in range(cut.count))
+    of_shard = -(-n_parameters // experiment.shards)
+    each_s = held * speeds.worker_s + of_shard * speeds.shard_s + 2 * speeds.latency_s
+    optimizer = experiment.optimizer
+    beat = max(optimizer.n_fetch, optimizer.n_push) if isinstance(optimizer, DownpourSpec) else 1
+    return each_s / beat
+
+
+def parse_counts(text: str) -> list[int]:
+    """`1,2,4`: counts of partitions. PlanError: something else."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise PlanError(f"--partitions is {text!r}: expected counts from 1 up, like 1,2,4,8")
+    return [int(word) for word in words]
+
+
+# ---------------------------------------------------------------------------------- as text
+
+
+def lines(found: Sequence[Table], *, batch_size: int) -> Iterator[str]:
+    """The tables, layer by layer, and the times of all counts beside each other."""
+    for table in found:
+        yield from _layer_lines(table)
+        yield ""
+    yield f"one mini-batch of {batch_size} rows, predicted from the speed of this machine (ms)"
+    head = ("partitions", "compute", "exchange", "servers", "in all", "speed-up")
+    yield "".join(f"{word:>11}" for word in head)
+    for table in found:
+        f = table.forecast
+        times = (f.compute_s, f.exchange_s, f.servers_s, f.seconds)
+        columns = "".join(f"{1e3 * seconds:>11.2f}" for seconds in times)
+        yield f"{f.partitions:>11}{columns}{f.speed_up:>11.2f}"
+
+
+def _layer_lines(table: Table) -> Iterator[str]:
+    count = table.cut.count
+    head = f"{count} partition{'s' if count > 1 else ''}"
+    listed = "each partition" if count <= MAX_COLUMNS else "least to greatest"
+    yield f"{head}: {listed}; operations and bytes sent are of one example of training"
+    for index, layer in enumerate(table.costs):
+        way = f", by {table.cut.ways[index]}" if index < len(table.cut.ways) and count > 1 else ""
+        yield f"  {layer.name}{way}"
+        for figure, word in (
+            ("nodes", "nodes"),
+            ("parameters", "parameters"),
+            ("flops", "operations"),
+            ("bytes_sent", "bytes sent"),
+        ):
+            if layer.total(figure):
+                yield f"    {word:<12}{_figures(layer, figure)}"
+        if layer.total("shared"):
+            yield f"    {'shared':<12}{_figures(layer, 'shared')} numbers a mini-batch"
+    f = table.forecast
+    yield f"  imbalance {f.imbalance:.2f}, {f.numbers_sent * ITEM_BYTES:,} bytes an example in all"
+
+
+def _figures(layer: LayerCosts, figure: str) -> str:
+    if len(layer.shares) <= MAX_COLUMNS:
+        return " ".join(f"{getattr(share, figure):>13,}" for share in layer.shares)
+    least, greatest = layer.extremes(figure)
+    return f"{least:>13,} to {greatest:,}"
+
+
+def as_object(found: Sequence[Table], *, batch_size: int, speeds: Speeds) -> dict[str, object]:
+    """The same for `--json`: plain values."""
+    return {
+        "batch_size": batch_size,
+        "speeds": {
+            "layers": [
+                {"overhead_s": s.overhead_s, "flops_per_s": s.flops_per_s} for s in speeds.layers
+            ],
+            **{
+                name: getattr(speeds, name)
+                for name in (
+                    *("loss_s", "batch_s", "latency_s", "message_s", "link_bytes_per_s"),
+                    *("worker_s", "shard_s"),
+                )
+            },
+        },
+        "partitions": [_table_object(table) for table in found],
+    }
+
+
+def _table_object(table: Table) -> dict[str, object]:
+    f = table.forecast
+    names = ("nodes", "parameters", "flops", "states", "sums", "shared", "bytes_sent")
+    return {
+        "count": f.partitions,
+        "layers": [
+            {"name": layer.name}
+            | {name: [getattr(share, name) for share in layer.shares] for name in names}
+            for layer in table.costs
+        ],
+        "imbalance": f.imbalance,
+        "bytes_sent": f.numbers_sent * ITEM_BYTES,
+        "compute_s": f.compute_s,
+        "exchange_s": f.exchange_s,
+        "servers_s": f.servers_s,
+        "seconds": f.seconds,
+        "speed_up": f.speed_up,
+    }

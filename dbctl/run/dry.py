@@ -1,0 +1,59 @@
+"""`dbctl train --dry-run`: what a run would be, with nothing started and nothing written.
+
+Rules of this file: text for people, or one JSON object with `--json`. With counts of partitions the
+speeds of this machine are measured, about a second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from dbctl.data.sources import open_source
+from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
+from dbctl.plan import Plan
+from dbctl.run.train import prepare
+
+
+def dry_run(
+    path: str, overrides: Sequence[str], *, partitions: str | None, as_json: bool
+) -> Iterator[str]:
+    """Lines of the plan and, for counts of partitions like `1,2,4`, of the forecast.
+
+    DbctlError where the file, the data, the plan or a count is bad: before anything is measured.
+    """
+    counts = parse_counts(partitions) if partitions is not None else []
+    plan = prepare(path, overrides)
+    experiment = plan.experiment
+    if not counts:
+        yield from [json.dumps(plan_object(plan))] if as_json else plan.lines()
+        return
+    from dbctl.run.speeds import measure
+
+    cuts = cuts_of(experiment, counts)
+    threads = experiment.threads or 1
+    speeds = measure(experiment, open_source(experiment.data.train), threads=threads)
+    found, n = tables(experiment, cuts, speeds), experiment.optimizer.batch_size
+    if as_json:
+        forecast = as_object(found, batch_size=n, speeds=speeds)
+        yield json.dumps({**plan_object(plan), "forecast": forecast | {"threads": threads}})
+        return
+    yield from plan.lines()
+    yield ""
+    yield from lines(found, batch_size=n)
+
+
+def plan_object(plan: Plan) -> dict[str, object]:
+    """The plan as plain values."""
+    fetched, pushed = plan.bytes_a_step()
+    return {
+        "event": "plan",
+        "name": plan.experiment.name,
+        "parameters": plan.n_parameters,
+        "bytes_fetched": fetched,
+        "bytes_pushed": pushed,
+        "rows": plan.rows,
+        "partitions": plan.cut.count,
+        "nodes": [asdict(node) for node in plan.nodes],
+    }

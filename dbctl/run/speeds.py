@@ -1,0 +1,265 @@
+"""How fast this machine is at what a replica does: layers, rows, the link, the servers' maths.
+
+Rules of this file: about a second for any network, and little memory: of a large layer only a box
+is computed. What is computed is timed by the thread's processor time, so that other programs do not
+show in it, and is the median of a few runs.
+
+Theory of operation: a layer is timed, forward and backward, on a box of its nodes that is as large
+as the limits allow and on an eighth of that; a line through both gives what a call costs whatever
+its size, and its operations a second. The link is two `Link`s that talk through shared memory as
+two partitions do: small messages there and back, many in a row, and large ones that are copied in
+and out.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dbctl.data.dataset import Dataset
+from dbctl.data.sources import Source
+from dbctl.experiment.specs import Experiment
+from dbctl.forecast import LayerSpeed, Speeds
+from dbctl.launch.base import make_runtime
+from dbctl.model.losses import LOSSES, loss_gradient
+from dbctl.model.network import LayerSpec, node_shapes, tensors
+from dbctl.model.passes import KERNELS
+from dbctl.optim.gradients import is_finite
+from dbctl.optim.updates import make_rule
+from dbctl.region import Box
+from dbctl.roles.base import View
+from dbctl.transport.link import Link
+from dbctl.transport.memory import allocate
+from dbctl.wire import Boxes
+
+Array = NDArray[Any]
+
+BUDGET_S = 0.06  # of one box of one layer
+MAX_RUNS = 7
+MAX_FLOPS = 1.2e9  # of one forward pass of a box
+MAX_WEIGHTS = 4 << 20  # of a box, and of the vectors that stand for the servers'
+SAMPLE_ROWS = 1024
+LINK_ELEMENTS = 1 << 18
+BURST = 16
+ROUNDS = 30
+_ELSEWHERE = np.zeros(1 << 20, np.float32)  # larger than a core's own caches
+
+
+def measure(experiment: Experiment, train: Source, *, threads: int) -> Speeds:
+    """The speeds for an experiment's network, batch size and rule, with `threads` BLAS threads."""
+    from threadpoolctl import threadpool_limits
+
+    optimizer, network = experiment.optimizer, experiment.network
+    n_batch, shapes = optimizer.batch_size, node_shapes(network)
+    known: dict[tuple[LayerSpec, tuple[int, ...], bool], LayerSpeed] = {}
+    layers = []
+    with threadpool_limits(limits=threads):
+        for index, (spec, shape) in enumerate(zip(network.layers, shapes, strict=False)):
+            key = (spec, shape, index == 0)
+            if key not in known:
+                known[key] = _layer_speed(spec, shape, n_batch=n_batch, first=index == 0)
+            layers.append(known[key])
+        loss_s = _loss_s(network.loss, prod(shapes[-1]), n_batch=n_batch)
+        n_parameters = tensors(network)[-1].range.stop
+        worker_s, shard_s = _servers_s(experiment, min(n_parameters, MAX_WEIGHTS))
+    latency_s, message_s, link_bytes_per_s = _link_speeds()
+    return Speeds(
+        layers=tuple(layers),
+        loss_s=loss_s,
+        batch_s=_batch_s(experiment, train),
+        latency_s=latency_s,
+        message_s=message_s,
+        link_bytes_per_s=link_bytes_per_s,
+        worker_s=worker_s,
+        shard_s=shard_s,
+    )
+
+
+def _seconds(run: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+    """The median run, after one that touches all memory; `prepare` is not timed.
+
+    Before each the caches nearest to the core are filled with something else: in a mini-batch a
+    layer does not find there what it left a mini-batch ago.
+    """
+    times: list[float] = []
+    until = time.perf_counter() + BUDGET_S
+    for count in range(MAX_RUNS + 1):
+        prepare()
+        np.add(_ELSEWHERE, 1, out=_ELSEWHERE)
+        began = time.thread_time()
+        run()
+        if count:
+            times.append(time.thread_time() - began)
+        if count >= 2 and time.perf_counter() > until:
+            break
+    return float(np.median(times))
+
+
+# ---------------------------------------------------------------------------------- layers
+
+
+def _layer_speed(
+    spec: LayerSpec, shape: tuple[int, ...], *, n_batch: int, first: bool
+) -> LayerSpeed:
+    large = Box.whole(spec.output_shape(shape))
+    while not _fits(spec, shape, large, n_batch=n_batch) and large.shape[0] > 1:
+        large = _of_rows(large, 2)
+    small = _of_rows(large, 8)
+    (flops, seconds), (few, short_s) = (
+        _time_box(spec, shape, box, n_batch=n_batch, first=first) for box in (large, small)
+    )
+    slope = (seconds - short_s) / (flops - few) if flops > few else 0.0
+    overhead_s = seconds - slope * flops
+    if slope <= 0 or overhead_s <= 0:  # too small for a line, or without an overhead
+        return LayerSpeed(overhead_s=0.0, flops_per_s=flops / seconds)
+    return LayerSpeed(overhead_s=overhead_s, flops_per_s=1 / slope)
+
+
+def _of_rows(box: Box, divisor: int) -> Box:
+    """The first of the box's rows (of its units, where it has no rows)."""
+    kept = max(1, box.shape[0] // divisor)
+    return Box(box.starts, (box.starts[0] + kept, *box.stops[1:]))
+
+
+def _fits(spec: LayerSpec, shape: tuple[int, ...], box: Box, *, n_batch: int) -> bool:
+    weights = sum(prod(tensor.shape) for tensor in spec.tensors(shape, box))
+    return weights <= MAX_WEIGHTS and spec.flops(shape, box) * n_batch <= MAX_FLOPS
+
+
+def _time_box(
+    spec: LayerSpec, shape: tuple[int, ...], box: Box, *, n_batch: int, first: bool
+) -> tuple[int, float]:
+    """Operations and seconds of a forward and backward pass of a mini-batch."""
+    kernel = KERNELS[spec.type](spec, shape, box, batch_size=n_batch, dtype="float32")
+    random = np.random.default_rng(0)
+
+    def numbers(*sides: int) -> Array:
+        return random.standard_normal(sides, np.float32)
+
+    parameters = [0.05 * numbers(*tensor.shape) for tensor in kernel.tensors]
+    gradients = [np.zeros_like(array) for array in parameters]
+    x, kept = numbers(*kernel.input_box.shape, n_batch), numbers(*box.shape, n_batch)
+    out, delta = np.zeros_like(kept), np.zeros_like(kept)
+    dx = None if first else np.zeros_like(x)
+
+    def run() -> None:
+        kernel.forward(parameters, x, out)
+        kernel.backward(parameters, x, out, delta=delta, gradients=gradients, dx=dx)
+
+    seconds = _seconds(run, lambda: np.copyto(delta, kept))
+    flops = spec.flops(shape, box) * (1 + bool(parameters) + (not first)) * n_batch
+    return flops, seconds
+
+
+def _loss_s(name: str, n_outputs: int, *, n_batch: int) -> float:
+    loss = LOSSES[name](n_outputs, batch_size=n_batch, dtype="float32")
+    random = np.random.default_rng(0)
+    kept = random.standard_normal((n_outputs, n_batch), np.float32)
+    labels, z = random.integers(n_outputs, size=n_batch), np.zeros_like(kept)
+    return _seconds(lambda: loss_gradient(loss, z, labels), lambda: np.copyto(z, kept))
+
+
+def _batch_s(experiment: Experiment, train: Source) -> float:
+    """Of a mini-batch's rows; standardizing takes no other time than scaling."""
+    spec = replace(experiment.data.train, standardize=False, scale=experiment.data.train.scale or 1)
+    rows = np.arange(min(train.rows, SAMPLE_ROWS), dtype=np.int64)
+    dataset = Dataset(train, spec, rows=rows)
+    n = min(experiment.optimizer.batch_size, len(rows))
+    random, out = np.random.default_rng(0), np.zeros((train.features, n), np.float32)
+    return _seconds(lambda: dataset.batch(random.choice(len(rows), n, replace=False), out))
+
+
+# --------------------------------------------------------------------------------- servers
+
+
+def _servers_s(experiment: Experiment, size: int) -> tuple[float, float]:
+    """Seconds a parameter, of the worker's side and of the shard's."""
+    rule = make_rule(experiment.optimizer.rule, size=size)
+    state = rule.new_state(size, "float32")
+    random = np.random.default_rng(0)
+    gradient, values = (random.standard_normal(size, np.float32) for _ in range(2))
+    out, copy = np.zeros_like(values), np.zeros_like(values)
+
+    def worker() -> None:
+        is_finite(gradient)
+        np.copyto(copy, values)
+
+    def shard() -> None:
+        is_finite(gradient)
+        rule.update(values, gradient, state, n=1, rate=1e-3, out=out)
+
+    return _seconds(worker) / size, _seconds(shard) / size
+
+
+# ------------------------------------------------------------------------------------ link
+
+
+class _Echo:
+    """The other partition: copies what comes out of shared memory, and answers where asked."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._own = np.zeros(LINK_ELEMENTS, np.float32)
+        self._thread = threading.Thread(target=self._run, name="echo")
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            for peer, message in self._link.receive(None):
+                if not isinstance(message, Boxes) or message.phase == "max":
+                    return
+                np.copyto(self._own[: len(message.payload)], message.payload)
+                if message.phase == "back":
+                    self._link.send(peer.node, Boxes(message.number, "states", 0, np.zeros(1)))
+
+    def join(self) -> None:
+        self._thread.join()
+
+
+def _link_speeds() -> tuple[float, float, float]:
+    """Seconds of a message to somebody who waits, of each further one, and bytes a second."""
+    runtime = make_runtime()
+    endpoint = f"ipc://{runtime}/echo"
+    try:
+        with (
+            Link(run="speeds", node="echo", incarnation=1, listen=endpoint) as there,
+            Link(run="speeds", node="asking", incarnation=1, listen=None) as here,
+        ):
+            echo = _Echo(there)
+            here.connect("echo", 1, endpoint)
+            try:
+                return _round_trips(here)
+            finally:
+                here.send("echo", Boxes(0, "max", 0, np.zeros(1)))
+                echo.join()
+    finally:
+        shutil.rmtree(runtime, ignore_errors=True)
+
+
+def _round_trips(link: Link) -> tuple[float, float, float]:
+    outbox = allocate(LINK_ELEMENTS, "<f4")
+    own = np.ones(LINK_ELEMENTS, np.float32)
+    sizes = {"small": (1, 1), "burst": (BURST, 1), "large": (1, LINK_ELEMENTS)}
+    times: dict[str, list[float]] = {name: [] for name in sizes}
+    for _ in range(ROUNDS):
+        for name, (count, n_elements) in sizes.items():
+            began = time.perf_counter()
+            for number in range(count):
+                np.copyto(outbox.array[:n_elements], own[:n_elements])
+                phase = "back" if number == count - 1 else "states"
+                link.send("echo", Boxes(number, phase, 0, View(outbox, 0, n_elements)))
+            while not link.receive(None):
+                pass
+            times[name].append(time.perf_counter() - began)
+    small_s, burst_s, large_s = (float(np.median(times[name][1:])) for name in sizes)
+    message_s = max(0.0, burst_s - small_s) / (BURST - 1)
+    rate = 4 * LINK_ELEMENTS / max(large_s - small_s, 1e-6)
+    return small_s / 2, message_s, rate

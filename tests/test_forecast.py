@@ -1,0 +1,147 @@
+"""The forecast: arithmetic by hand, and the shape of paper A, figure 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dbctl.errors import PlanError
+from dbctl.experiment.read import load
+from dbctl.experiment.specs import Experiment
+from dbctl.forecast import (
+    LayerSpeed,
+    Speeds,
+    Table,
+    as_object,
+    cuts_of,
+    lines,
+    parse_counts,
+    tables,
+)
+
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+
+
+def experiment(name: str, *overrides: str) -> Experiment:
+    return load(str(EXPERIMENTS / f"{name}.yaml"), overrides)
+
+
+def speeds(n_layers: int, **other: float) -> Speeds:
+    """A machine of 50 GFLOP/s, links of 1 GB/s: what the paper's were like, by order."""
+    usual = {
+        "loss_s": 0.0,
+        "batch_s": 0.0,
+        "latency_s": 1e-4,
+        "message_s": 2e-5,
+        "link_bytes_per_s": 1e9,
+        "worker_s": 0.0,
+        "shard_s": 0.0,
+    }
+    layer = LayerSpeed(overhead_s=0.0, flops_per_s=5e10)
+    return Speeds(layers=(layer,) * n_layers, **{**usual, **other})
+
+
+def found(name: str, counts: list[int], *overrides: str, **other: float) -> list[Table]:
+    of = experiment(name, *overrides)
+    return tables(of, cuts_of(of, counts), speeds(len(of.network.layers), **other))
+
+
+def test_one_partition_is_operations_over_rate_and_the_rest() -> None:
+    """Speech, batch 128: 6 operations a weight, 4 in the first layer."""
+    (table,) = found(
+        "speech-paper", [1], "shards=1", loss_s=0.003, batch_s=0.002, worker_s=1e-9, shard_s=2e-9
+    )
+    flops = 128 * (6 * (41_777_152 - 4 * 2560 - 8192) - 2 * 440 * 2560)
+    assert table.forecast.compute_s == pytest.approx(flops / 5e10 + 0.005)
+    assert table.forecast.exchange_s == 0
+    assert table.forecast.servers_s == pytest.approx(41_777_152 * 3e-9 + 2e-4)
+    assert table.forecast.speed_up == 1.0
+
+
+def test_two_partitions_exchange_what_the_costs_say() -> None:
+    (table,) = found("speech-paper", [2])
+    slowest = sum(
+        max(
+            128 * s.bytes_sent / 1e9 + 2e-5 * max(0, s.messages - layer.rounds)
+            for s in layer.shares
+        )
+        for layer in table.costs
+    )
+    rounds = sum(layer.rounds for layer in table.costs) + 1  # and the agreement
+    assert table.forecast.exchange_s == pytest.approx(slowest + rounds * 1e-4)
+
+
+def test_overheads_do_not_get_smaller_with_more_partitions() -> None:
+    of = experiment("speech-paper")
+    layer = LayerSpeed(overhead_s=0.01, flops_per_s=1e15)
+    slow = replace(speeds(5), layers=(layer,) * 5)
+    one, eight = tables(of, cuts_of(of, [1, 8]), slow)
+    assert eight.forecast.compute_s == pytest.approx(one.forecast.compute_s, rel=0.01)
+    assert eight.forecast.speed_up < 1
+
+
+def test_shards_and_beats_share_the_servers_part() -> None:
+    (one,) = found("speech-paper", [1], "shards=1", shard_s=1e-9, latency_s=0.0)
+    (four,) = found("speech-paper", [1], "shards=4", shard_s=1e-9, latency_s=0.0)
+    assert four.forecast.servers_s == pytest.approx(one.forecast.servers_s / 4)
+    beat = (
+        "optimizer={type: downpour, batch_size: 128, n_push: 5, n_fetch: 5,"
+        " rule: {type: sgd, rate: 0.1}}"
+    )
+    (fifth,) = found("speech-paper", [1], "shards=1", beat, shard_s=1e-9, latency_s=0.0)
+    assert fifth.forecast.servers_s == pytest.approx(one.forecast.servers_s / 5)
+
+
+def test_figure_3_the_local_network_scales_further_than_the_dense_one() -> None:
+    """Paper A, figure 3, without servers: who is best with few is overtaken with many.
+
+    A dense layer's nodes go to everybody, so speech gains nothing from the last doubling; vision
+    sends its seams.
+    """
+    speech, vision = (
+        [table.forecast.speed_up for table in found(name, [4, 16, 64])]
+        for name in ("speech-paper", "vision-paper")
+    )
+    assert vision[2] > 1.5 * speech[2]
+    assert vision[2] / vision[1] > 1.2 * speech[2] / speech[1]
+    slow_link = found("speech-paper", [16, 64], link_bytes_per_s=1.2e8)
+    slow = [table.forecast.speed_up for table in slow_link]
+    assert slow[1] < 1.2 * slow[0]
+
+
+def test_counts_are_read_or_named() -> None:
+    assert parse_counts("1, 2,16") == [1, 2, 16]
+    for text in ("", "1,", "0", "-1", "two", "1.5", "٣"):
+        with pytest.raises(PlanError, match="expected counts from 1 up"):
+            parse_counts(text)
+
+
+def test_a_count_that_does_not_fit_is_an_error_before_anything_is_measured() -> None:
+    with pytest.raises(PlanError, match="9000"):
+        cuts_of(experiment("speech-paper"), [1, 9000])
+
+
+def test_the_text_has_each_partition_up_to_eight_and_extremes_beyond() -> None:
+    text = list(lines(found("vision-paper", [2, 16]), batch_size=32))
+    two, sixteen = text[: text.index("")], text[text.index("") :]
+    assert two[0].startswith("2 partitions: each partition")
+    # 25 columns over 2: 12 and 13, times 25 rows and 36 maps.
+    assert any(line.split() == ["nodes", "10,800", "11,700"] for line in two)
+    assert any("least to greatest" in line for line in sixteen)
+    assert [line.split()[0] for line in text[-2:]] == ["2", "16"]
+
+
+def test_the_object_is_plain_and_whole() -> None:
+    of = experiment("speech-paper")
+    machine = speeds(5)
+    answer = as_object(tables(of, cuts_of(of, [2]), machine), batch_size=128, speeds=machine)
+    (two,) = answer["partitions"]  # type: ignore[misc]
+    assert two["count"] == 2
+    assert sum(sum(layer["parameters"]) for layer in two["layers"]) == 41_777_152
+    assert two["seconds"] == pytest.approx(two["compute_s"] + two["exchange_s"] + two["servers_s"])
+    assert set(answer["speeds"]) == {  # type: ignore[call-overload]
+        "layers", "loss_s", "batch_s", "latency_s", "message_s", "link_bytes_per_s", "worker_s",
+        "shard_s",
+    }  # fmt: skip

@@ -1,0 +1,154 @@
+"""Measured speeds: sane, quick, and nothing left behind; a dry run that prints them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from dbctl.data.sources import open_source
+from dbctl.errors import ExperimentError, PlanError
+from dbctl.experiment.read import parse
+from dbctl.run import speeds as module
+from dbctl.run.dry import dry_run
+from dbctl.run.speeds import measure
+
+EXPERIMENT = """
+version: 1
+name: small
+data:
+  train: {source: synthetic, rows: 64, features: 192, classes: 5, seed: 1}
+network:
+  input: [8, 8, 3]
+  layers:
+    - {type: local2d, maps: 4, kernel: 3}
+    - {type: pool, kind: l2, size: 2}
+    - {type: lcn, window: 3}
+    - {type: dense, units: 64, activation: sigmoid}
+    - {type: dense, units: 64, activation: sigmoid}
+    - {type: dense, units: 5}
+  loss: softmax
+optimizer: {type: sgd, batch_size: 16, rule: {type: sgd, rate: 0.01}}
+stop: {steps: 1}
+threads: 1
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(EXPERIMENT)
+    return str(path)
+
+
+def test_speeds_are_positive_and_taken_within_two_seconds() -> None:
+    experiment = parse(EXPERIMENT, file="small.yaml")
+    began = time.thread_time()
+    found = measure(experiment, open_source(experiment.data.train), threads=1)
+    assert time.thread_time() - began < 2.0
+    assert len(found.layers) == 6
+    assert all(0 <= s.overhead_s < 0.1 for s in found.layers)
+    # From the slowest Python loop to the fastest machine.
+    assert all(1e5 < s.flops_per_s < 1e14 for s in found.layers)
+    others = (found.loss_s, found.batch_s, found.worker_s, found.shard_s)
+    assert all(0 < seconds < 0.1 for seconds in others)
+    assert 1e-6 < found.latency_s < 0.1
+    assert 0 <= found.message_s < 0.1
+    assert 1e7 < found.link_bytes_per_s < 1e13
+
+
+def test_a_large_layer_is_measured_on_a_box_of_it() -> None:
+    """Of 80 M weights no more than the limit is ever in memory."""
+    experiment = parse(EXPERIMENT.replace("units: 5}", "units: 300000}"), file="small.yaml")
+    spec, shape = experiment.network.layers[-1], (64,)
+    large = module.Box.whole(spec.output_shape(shape))
+    assert not module._fits(spec, shape, large, n_batch=16)
+    halved = module._of_rows(large, 8)
+    assert halved.shape == (37500,)
+    assert module._fits(spec, shape, halved, n_batch=16)
+    assert module._of_rows(module.Box((0, 0), (1, 7)), 8).shape == (1, 7)
+
+
+def test_a_second_layer_like_the_first_is_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[object] = []
+
+    def time_box(spec: object, shape: object, box: object, **kw: object) -> tuple[int, float]:
+        timed.append((spec, shape))
+        return 1000, 1e-3 * len(timed)
+
+    monkeypatch.setattr(module, "_time_box", time_box)
+    text = EXPERIMENT.replace("input: [8, 8, 3]", "input: [64]").replace("192", "64")
+    lines = [
+        line for line in text.splitlines() if not any(w in line for w in ("2d", "pool", "lcn"))
+    ]
+    experiment = parse("\n".join(lines), file="small.yaml")
+    found = measure(experiment, open_source(experiment.data.train), threads=1)
+    # The first layer has no gradient by its inputs; two boxes each.
+    assert len(timed) == 6
+    assert found.layers[0] != found.layers[1]
+
+
+def test_a_line_through_two_boxes_gives_overhead_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 ms whatever the size, then 1 GFLOP/s."""
+    spec = parse(EXPERIMENT, file="small.yaml").network.layers[3]
+
+    def time_box(spec: object, shape: object, box: module.Box, **kw: object) -> tuple[int, float]:
+        return len(box) * 1000, 2e-3 + len(box) * 1000 / 1e9
+
+    monkeypatch.setattr(module, "_time_box", time_box)
+    found = module._layer_speed(spec, (64,), n_batch=16, first=False)
+    assert found.overhead_s == pytest.approx(2e-3)
+    assert found.flops_per_s == pytest.approx(1e9)
+
+
+@pytest.mark.parametrize("seconds", [{8: 2e-3, 64: 1e-3}, {8: 1e-5, 64: 1e-3}])
+def test_figures_that_make_no_line_give_the_rate_of_the_large_box(
+    monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]
+) -> None:
+    """Slower with less, or an overhead below zero: noise never becomes a negative time."""
+    spec = parse(EXPERIMENT, file="small.yaml").network.layers[3]
+
+    def time_box(spec: object, shape: object, box: module.Box, **kw: object) -> tuple[int, float]:
+        return len(box) * 1000, seconds[len(box)]
+
+    monkeypatch.setattr(module, "_time_box", time_box)
+    found = module._layer_speed(spec, (64,), n_batch=16, first=False)
+    assert found == module.LayerSpeed(overhead_s=0.0, flops_per_s=64000 / 1e-3)
+
+
+# ----------------------------------------------------------------------------------- the dry run
+
+
+def test_a_dry_run_prints_plan_costs_and_times(file: str) -> None:
+    text = list(dry_run(file, [], partitions="1,2", as_json=False))
+    assert text[0].startswith("parameters")
+    assert any(line.startswith("2 partitions: each partition") for line in text)
+    assert [line.split()[0] for line in text[-3:]] == ["partitions", "1", "2"]
+    assert text[-2].split()[-1] == "1.00"
+
+
+def test_with_json_it_is_one_object(file: str) -> None:
+    (line,) = dry_run(file, [], partitions="1,4", as_json=True)
+    found = json.loads(line)
+    assert found["event"] == "plan"
+    assert [table["count"] for table in found["forecast"]["partitions"]] == [1, 4]
+    assert found["forecast"]["threads"] == 1
+    (plain,) = dry_run(file, [], partitions=None, as_json=True)
+    assert "forecast" not in json.loads(plain)
+    assert [node["node"] for node in json.loads(plain)["nodes"]] == ["shard-0", "worker-0.0"]
+
+
+@pytest.mark.parametrize("counts", ["x", "1,100"])
+def test_a_bad_count_is_an_error_before_anything_is_measured(
+    file: str, counts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(module, "measure", measured)
+    with pytest.raises((PlanError, ExperimentError)):
+        list(dry_run(file, [], partitions=counts, as_json=False))
