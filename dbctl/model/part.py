@@ -133,7 +133,7 @@ class PartNetwork:
             out = self._room(index, n)
             if layer.by_inputs is not None:
                 layer.x = nodes[-1]
-                yield from self._sum(index, layer.by_inputs, views[index], nodes[-1], out=out)
+                yield from self._sum(index, layer.by_inputs, views[index], own=nodes[-1], out=out)
             else:
                 layer.x = yield from self._needed(index, nodes[-1])
                 layer.weights = yield from self._weights(index, views[index])
@@ -189,7 +189,7 @@ class PartNetwork:
         return shared.views(taken[shared.owner])
 
     def _sum(
-        self, index: int, layer: DenseByInputs, views: list[Array], own: Array, *, out: Array
+        self, index: int, layer: DenseByInputs, views: list[Array], *, own: Array, out: Array
     ) -> Pass:
         """The outputs of a layer cut by its inputs, of everybody's partial sums."""
         key, n = Key("sums", index), own.shape[-1]
