@@ -80,7 +80,9 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
                 label = f"{network}, {kind}"
                 axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
     axes.set(xlabel="partitions of one replica", ylabel="speed-up of a mini-batch", xscale="log")
+    axes.set_xticks(sorted({row["partitions"] for row in rows}))
     axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.minorticks_off()
     axes.legend()
     figure.savefig(path, dpi=150)
 

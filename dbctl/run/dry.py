@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from dbctl.data.sources import open_source
+from dbctl.experiment.read import load
 from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
 from dbctl.plan import Plan
 from dbctl.run.train import prepare
@@ -32,7 +33,8 @@ def dry_run(
     from dbctl.run.speeds import measure
 
     cuts = cuts_of(experiment, counts)
-    threads = experiment.threads or 1
+    # Not as many as this machine has cores for: each partition is taken to have its own.
+    threads = load(path, overrides).threads or 1
     speeds = measure(experiment, open_source(experiment.data.train), threads=threads)
     found, n = tables(experiment, cuts, speeds), experiment.optimizer.batch_size
     if as_json:
