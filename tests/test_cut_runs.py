@@ -34,6 +34,20 @@ stop: {steps: 50}
 evaluate: {every: 20 steps}
 checkpoint: {every: off}
 """
+NO_PARAMETERS = """\
+data:
+  train: {source: synthetic, features: 36, classes: 1, rows: 40, split: train}
+  test: {source: synthetic, features: 36, classes: 1, rows: 10, split: test}
+network:
+  input: [6, 6, 1]
+  layers:
+    - {type: conv2d, maps: 2, kernel: 3}
+    - {type: dense, units: 1, cut: outputs}
+  loss: logistic
+optimizer: {type: sgd, batch_size: 8, rule: {type: sgd, rate: 0.01}}
+stop: {steps: 12}
+evaluate: {every: 6 steps}
+"""
 BAD = Faults(drop=0.05, duplicate=0.1, delay_s=0.01, in_pieces=0.3, piece_bytes=4096)
 
 
@@ -130,6 +144,22 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient(tmp_path: Path) -> None:
     assert np.abs(parameters(run_dir) - found[0]).max() > 1e-3, "clipping does something here"
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
     np.testing.assert_allclose(found[2], found[0], rtol=0, atol=1e-5)
+
+
+def test_a_partition_that_holds_no_parameters_goes_along(tmp_path: Path) -> None:
+    """The filters are held by the first, the one output by the last; it only convolves."""
+    text = TEXT[: TEXT.index("data:")] + NO_PARAMETERS
+    found = []
+    for count in (1, 3):
+        run_dir, run = begin(
+            text, tmp_path / f"r-{count}", overrides=[f"partition.count={count}"], faults=BAD
+        )
+        plan = run.life.plan
+        assert not plan.held_by(1) or count == 1
+        done(run)
+        found.append((parameters(run_dir), evaluations(run)[-1][1]))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=0, atol=1e-5)
+    assert found[1][1] == pytest.approx(found[0][1], abs=1e-4)
 
 
 def test_two_cut_replicas_lose_one_and_end(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class Downpour:
         self.local = LocalCopy(
             start.shards,
             origin=start.origin,
-            n_elements=start.gradient.tensors[-1][1].stop,
+            n_elements=max((span.stop for _, span in start.gradient.tensors), default=0),
             dtype=start.dtype,
             rate=start.rate,
             slots=start.slots,

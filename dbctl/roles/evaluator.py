@@ -76,7 +76,7 @@ class Evaluator:
         if self._asked is not None and self._can_go_on():
             return NOW
         timers = min(self._answer_timer.at, self._unfiled_timer.at, self._talk.due)
-        return min(timers, *(channel.due for channel in self._channels))
+        return min([timers, *(channel.due for channel in self._channels)])
 
     def start(self, now: float) -> Effects:
         return [effect for channel in self._channels for effect in channel.hello(now)]
@@ -164,7 +164,7 @@ class Evaluator:
             assert channel.answer is not None
             np.copyto(self._parameters[channel.span.slice(self._origin)], channel.answer.payload)
             effects += channel.give_back(now)
-        self._version = max(channel.version for channel in self._channels)
+        self._version = max((channel.version for channel in self._channels), default=0)
         self._n_batches = self._measure.begin(asked.part, asked.of)
         self._fetched = True
         return effects

@@ -16,7 +16,7 @@ import numpy as np
 
 from dbctl.optim.gradients import accrue, accrue_and_step, local_step
 from dbctl.region import Range
-from dbctl.roles.base import Allocate, Array, Buffer, Effects, View
+from dbctl.roles.base import NEVER, Allocate, Array, Buffer, Effects, View
 from dbctl.roles.worker import Channel, Slots
 from dbctl.shards import ShardSpan
 from dbctl.wire import Message, Position, Push
@@ -24,6 +24,8 @@ from dbctl.wire import Message, Position, Push
 
 class LocalCopy:
     """Elements `origin` to `origin + n_elements` of the flat vector.
+
+    A partition may hold none (it only pools, or others hold the weights it shares): no shards then.
 
     `rate(n)`: the rule's rate at a shard's n-th update. `later`: a push may sum gradients.
     """
@@ -65,7 +67,7 @@ class LocalCopy:
 
     @property
     def due(self) -> float:
-        return min(channel.due for channel in self._channels)
+        return min((channel.due for channel in self._channels), default=NEVER)
 
     @property
     def joined(self) -> bool:
@@ -75,7 +77,7 @@ class LocalCopy:
     @property
     def acked(self) -> int:
         """The last push that every shard has acknowledged."""
-        return min(channel.acked for channel in self._channels)
+        return min((channel.acked for channel in self._channels), default=self.pushed)
 
     def hello(self, now: float) -> Effects:
         return [effect for channel in self._channels for effect in channel.hello(now)]
