@@ -1,12 +1,36 @@
 """Where every process of dbctl starts: `dbctl ...`, `python -m dbctl node ...`, `... agent`.
 
 Rules of this file: a node and an agent are told apart before click is imported, and nothing heavy
-is imported here: what BLAS may use of a machine is set by the node before numpy loads.
+is imported here: what BLAS may use of a machine is set by the node before numpy loads. A command
+that is told to end while it still imports has the exit statuses of one that runs: 130, 75.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C. Of its own type: after a plain one that passed an `exec` of text (namedtuple has one)
+    `python -m` ends by the signal, although it was caught and another status given.
+    """
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    sys.exit(75)
+
+
+def _heed_signals() -> None:
+    """Until a run has handlers of its own (dbctl/run/signals.py); what is ignored stays ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt if number == signal.SIGINT else _stop)
 
 
 def main() -> int:
@@ -21,6 +45,7 @@ def main() -> int:
 
         return agent(argv[1:]) or 0
     try:
+        _heed_signals()
         from dbctl.cli.main import main as command_line
     except KeyboardInterrupt:  # later ones are answered there
         return 130

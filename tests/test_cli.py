@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -283,3 +284,48 @@ def test_a_path_that_is_not_utf8() -> None:
     assert done.stderr == (
         b"dbctl: error: /no/\\udcff.yaml: cannot be read: No such file or directory\n"
     )
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_streams(closed: tuple[int, ...], good: str) -> None:
+    """`>&-`: the command ends as it would, and no other file takes the stream's number."""
+    words = " ".join(f"{number}>&-" for number in closed).replace("0>&-", "<&-")
+    shell = f'"$0" -m dbctl "$@" {words}'
+    for file, status in ((good, 0), ("missing.yaml", 2)):
+        done = subprocess.run(
+            ["/bin/sh", "-c", shell, sys.executable, "train", "--dry-run", file],
+            capture_output=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        assert b"Traceback" not in done.stderr
+        assert bool(done.stdout) == (status == 0 and 1 not in closed)
+
+
+EARLY = """
+import os, signal, sys
+from dbctl import __main__
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "dbctl.errors":  # in the middle of the imports, below an exec of text
+            exec(f"os.kill(os.getpid(), {sys.argv[1]})", {"os": os})
+sys.meta_path.insert(0, Finder())
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
+)
+def test_a_signal_while_it_imports(number: int, status: int, tmp_path: Path) -> None:
+    """With `python -m`, under which a KeyboardInterrupt that passed an exec ends by the signal."""
+    (tmp_path / "early.py").write_text(EARLY)
+    done = subprocess.run(
+        [sys.executable, "-m", "early", str(int(number))],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (status, False), done.stderr

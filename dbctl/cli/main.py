@@ -9,6 +9,7 @@ command: the help lines stand in COMMANDS.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -70,6 +71,7 @@ def cli() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line; the exit status: 0, 1, 2, 3, 75 or 130."""
+    _fill_streams()
     for stream in (sys.stdout, sys.stderr):
         # UTF-8 whatever the locale says; what cannot be encoded is escaped, never an error.
         if hasattr(stream, "reconfigure"):
@@ -90,6 +92,17 @@ def main(argv: Sequence[str]) -> int:
         _say(f"{name}{error.strerror or error}")
         return 1
     return status if isinstance(status, int) else 0
+
+
+def _fill_streams() -> None:
+    """What was closed by the caller (`>&-`) leads to nothing: no file of a run takes its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def report(error: DbctlError) -> None:
