@@ -13,6 +13,7 @@ import msgspec
 from dbctl.wire import AnyMessage, Message, Peer
 
 PROTOCOL_VERSION = 1
+HEADER_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
 
 
@@ -68,7 +69,11 @@ class VersionError(WireError):
 
 def encode(envelope: Envelope) -> bytes:
     """The header frame; the message's own `payload` was taken out (`without_payload`)."""
-    return _encoder.encode(envelope)
+    frame = _encoder.encode(envelope)
+    # Receivers drop a longer one, each time it is said again: who waits for it waits for ever.
+    kind = type(envelope.message).__name__
+    assert len(frame) <= HEADER_BYTES, f"{kind} of {len(frame)} bytes, expected {HEADER_BYTES}"
+    return frame
 
 
 def decode(frame: bytes | memoryview) -> Envelope:

@@ -220,7 +220,8 @@ class Need(Message, frozen=True):
 class ShardReport(Message, frozen=True):
     """A shard's totals, its dedup table, and staleness counts: (worker, staleness, count).
 
-    `over`: the nodes of which it hears nothing more (Gone), whose rows are final.
+    `over`: the nodes of which it hears nothing more (Gone), whose rows are final. Of long staleness
+    counts each report has a part, and the next one the next.
     """
 
     term: int
@@ -280,7 +281,7 @@ class Evaluate(Message, frozen=True):
 class Evaluated(Message, frozen=True):
     """Sums and counts over the evaluator's rows; `correct` and `top5` are -1 for float targets.
 
-    `confusion` is row-major (true class, predicted class); empty above 1,000 classes.
+    `confusion` is row-major (true class, predicted class); empty above 100 classes.
     """
 
     number: int

@@ -85,6 +85,9 @@ def test_staleness_adds_shards_and_workers() -> None:
         figures.shard_report(shard, ShardReport(1, 8, 8, 0, 0, 0, (), counts))
     assert figures.staleness() == {0: 3, 2: 5}
     assert figures.mean_staleness() == 10 / 8
+    # Totals, of which a report may hold a part: the others stay.
+    figures.shard_report("shard-0", ShardReport(1, 9, 9, 0, 0, 0, (), (("b", 2, 4),)))
+    assert figures.staleness() == {0: 3, 2: 8}
 
 
 def test_waits_and_refusals() -> None:

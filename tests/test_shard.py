@@ -22,7 +22,7 @@ from dbctl.optim.schedules import ScheduleSpec
 from dbctl.optim.updates import make_rule
 from dbctl.region import Range
 from dbctl.roles.base import NEVER, NOW, Effects, PlainBuffer, Send, View
-from dbctl.roles.shard import CONTROLLER, Shard, ShardStart
+from dbctl.roles.shard import CONTROLLER, MAX_STALENESS_COUNTS, Shard, ShardStart
 from dbctl.wire import (
     Ack,
     Cut,
@@ -393,6 +393,24 @@ def test_staleness_above_the_last_bin_is_counted_in_it() -> None:
     assert isinstance(effect, Send)
     assert isinstance(effect.message, ShardReport)
     assert effect.message.staleness == (("worker-0.0", 255, 1),)
+
+
+def test_reports_of_many_staleness_counts_tell_them_in_turn() -> None:
+    """A header is bounded; the counts of 32 replicas for an hour are not."""
+    shard = welcomed()
+    n = MAX_STALENESS_COUNTS + 10
+    shard._staleness.update({(f"worker-{i}.0", 3): i + 1 for i in range(n)})
+    shard.start(0.0)
+    told: list[tuple[str, int, int]] = []
+    sizes = []
+    for second in range(3):
+        [effect] = shard.step(float(second))
+        assert isinstance(effect, Send)
+        assert isinstance(effect.message, ShardReport)
+        sizes.append(len(effect.message.staleness))
+        told += effect.message.staleness
+    assert sizes == [MAX_STALENESS_COUNTS, 10, MAX_STALENESS_COUNTS]
+    assert set(told[:n]) == {(f"worker-{i}.0", 3, i + 1) for i in range(n)}
 
 
 def test_staleness_scaling_divides_the_rate() -> None:

@@ -33,7 +33,7 @@ class Figures:
     ) -> None:
         self._parts = dict(parts)
         self._reports: dict[int, Report] = {}
-        self._shards: dict[str, ShardReport] = {}
+        self._counts: dict[str, dict[tuple[str, int], int]] = {}  # of staleness, by shard
         self._examples_before = examples
         self._seconds_before = seconds
         self._began: float | None = None
@@ -79,7 +79,8 @@ class Figures:
         return self._staleness({worker})
 
     def shard_report(self, shard: str, report: ShardReport) -> None:
-        self._shards[shard] = report
+        counts = self._counts.setdefault(shard, {})
+        counts.update({(worker, value): count for worker, value, count in report.staleness})
 
     def settle(self, replica: int, position: Position) -> None:
         """What the shards have applied of a dead replica, which it could not report any more."""
@@ -147,8 +148,8 @@ class Figures:
 
     def _staleness(self, workers: set[str] | None) -> dict[int, int]:
         counts: dict[int, int] = {}
-        for report in self._shards.values():
-            for worker, value, count in report.staleness:
+        for of_shard in self._counts.values():
+            for (worker, value), count in of_shard.items():
                 if workers is None or worker in workers:
                     counts[value] = counts.get(value, 0) + count
         return dict(sorted(counts.items()))

@@ -41,6 +41,7 @@ from dbctl.wire import (
 
 CONTROLLER = "controller"
 MAX_STALENESS_BIN = 255
+MAX_STALENESS_COUNTS = 1000  # in one report: a header is bounded (envelope.HEADER_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class Shard:
         self._refused = 0
         self.lost: Counter[str] = Counter()
         self._staleness: Counter[tuple[str, int]] = Counter()
+        self._n_told = 0  # how many of the staleness counts the last reports held
         self._report_s = report_s
         self._report_at = NEVER
         self._resend_s = resend_s
@@ -329,9 +331,12 @@ class Shard:
         )
 
     def _report(self) -> Send:
-        staleness = tuple(
-            (worker, value, count) for (worker, value), count in sorted(self._staleness.items())
-        )
+        counts = sorted(self._staleness.items())
+        part = counts[self._n_told : self._n_told + MAX_STALENESS_COUNTS]
+        self._n_told += MAX_STALENESS_COUNTS
+        if self._n_told >= len(counts):
+            self._n_told = 0
+        staleness = tuple((worker, value, count) for (worker, value), count in part)
         return Send(
             CONTROLLER,
             ShardReport(

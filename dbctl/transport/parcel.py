@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dbctl.envelope import (
+    HEADER_BYTES,
     PROTOCOL_VERSION,
     Envelope,
     Inline,
@@ -28,7 +29,6 @@ from dbctl.transport.memory import SharedBuffer, describe
 from dbctl.transport.pieces import cut
 from dbctl.wire import Message, Peer
 
-HEADER_BYTES = 64 << 10
 NAME_CHARACTERS = 100
 TEXT_CHARACTERS = 300
 

@@ -21,14 +21,13 @@ from typing import TypeAlias
 
 import zmq
 
-from dbctl.envelope import PIECE_BYTES
+from dbctl.envelope import HEADER_BYTES, PIECE_BYTES
 from dbctl.errors import LaunchError
 
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Frame: TypeAlias = bytes | memoryview | zmq.Frame
 
-HEADER_BYTES = 64 << 10
 MAX_FRAMES = 4
 """Frames of one ZeroMQ message: routing id, header, payload, and one to spare."""
 
