@@ -1,8 +1,8 @@
 """How fast this machine is at what a replica does: layers, rows, the link, the servers' maths.
 
 Rules of this file: about a second for any network, and little memory: of a large layer only a box
-is computed. What is computed is timed by the thread's processor time, so that other programs do not
-show in it, and is the median of a few runs.
+is computed. What is computed is timed by the thread's processor time, in which other programs show
+less than in wall time, and is the median of a few runs.
 
 Theory of operation: a layer is timed, forward and backward, on a box of its nodes that is as large
 as the limits allow and on an eighth of that; a line through both gives what a call costs whatever
