@@ -426,3 +426,17 @@ def test_what_killed_writers_left_is_cleaned(tmp_path: Path) -> None:
     clean(tmp_path)
     assert names(tmp_path) == ["step-000000100", "step-000000200"]
     clean(tmp_path / "none")
+
+
+def test_of_a_checkpoint_moved_elsewhere_only_the_link_goes(tmp_path: Path) -> None:
+    """Else it stayed under a hidden name, and no later run could clean up."""
+    home, away = tmp_path / "checkpoints", tmp_path / "away"
+    save(home, 100).rename(away)
+    (home / "step-000000100").symlink_to(away)
+    (home / ".tmp-gone-cd").symlink_to(away)
+    (home / ".tmp-gone-ef").write_bytes(b"x")
+    assert newest_good(home)[0].manifest.step == 100
+    clean(home)
+    save(home, 200, keep=1)
+    assert names(home) == ["step-000000200"]
+    assert {file.name for file in away.iterdir()} >= {"manifest.json"}

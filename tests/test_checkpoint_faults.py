@@ -390,6 +390,14 @@ def test_falls_back_to_the_newest_good_one_with_a_warning_each(tmp_path: Path) -
         assert warning.endswith("; falling back to step-000000002")
 
 
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    manifest = save(tmp_path, 1) / "manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        newest_good(tmp_path)
+
+
 def test_nothing_saved_and_nothing_good_are_errors(tmp_path: Path) -> None:
     for empty in (tmp_path, tmp_path / "none"):
         with pytest.raises(CheckpointError, match="nothing was saved") as caught:

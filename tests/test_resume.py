@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,40 @@ def test_a_finished_run_stays_finished(done: RunDir, capsys: pytest.CaptureFixtu
         assert out.startswith("done: 4 steps")
         assert "had finished already" in out
     assert sorted(done.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"steps": 4, "train_loss": "x"}'])
+def test_a_finished_run_stays_finished_with_a_damaged_status(
+    done: RunDir, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is never flushed to the disk, and only for people."""
+    done.status.write_text(text)
+    assert main(["resume", str(done.path)]) == 0
+    assert capsys.readouterr().out.startswith("done: 4 steps")
+
+
+def test_records_that_cannot_be_kept_leave_no_runtime_directory(
+    done: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = done.path.parent / "x"
+    base.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    made = []
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: made.append(mkdir(base / "d")) or made[0])
+    done.metrics.unlink(missing_ok=True)
+    done.metrics.mkdir()
+    shutil.rmtree(done.logs)
+    assert main(["resume", str(done.path), "--set", "stop.steps=9"]) == 1
+    assert "metrics.jsonl: cannot be written" in capsys.readouterr().err
+    assert made
+    assert not any(base.iterdir())
+    assert done.logs.is_dir()  # made again
+
+
+def mkdir(path: Path) -> str:
+    path.mkdir()
+    return str(path)
 
 
 def test_a_finished_run_says_so_in_json(done: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,6 +163,30 @@ def test_a_disk_that_fails_is_an_answer_and_the_next_cut_is_written(
     assert len(list_checkpoints(tmp_path / "checkpoints")) == 1
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_whatever_fails_is_an_answer(
+    desk: Callable[[], Desk],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    """The run waits for it: a saver that died without one had it wait for ever."""
+    this = desk()
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "hash_file", fail)
+        this.saver.save(complete([part(0, np.zeros(SIZE, np.float32))]), FACTS)
+        failed = this.answer()
+    assert failed.path is None
+    assert type(error).__name__ in failed.error
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    this.saver.save(complete([part(0, np.zeros(SIZE, np.float32))], step=9), FACTS)
+    assert this.answer().error == ""
+
+
 def test_parts_are_let_go_when_they_were_written(desk: Callable[[], Desk]) -> None:
     """They are other processes' memory, mapped."""
     import gc

@@ -191,6 +191,8 @@ def newest_good(directory: Path, *, verify: bool = True) -> tuple[Checkpoint, li
 
 def _read_manifest(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be waited for
+            raise ValueError("it is not a regular file")
         with open(path, "rb") as file:
             data = file.read(MANIFEST_LIMIT_BYTES + 1)
     except OSError as error:

@@ -235,7 +235,7 @@ class Writer:
         aside = self.directory / (ASIDE + self.path.name)
         replaces = self.path.exists()
         if replaces:
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             os.rename(self.path, aside)
         try:
             os.rename(self._temporary, self.path)
@@ -254,7 +254,7 @@ class Writer:
         it), so it goes before all others.
         """
         with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
-            shutil.rmtree(self.directory / (ASIDE + self.path.name), ignore_errors=True)
+            _remove(self.directory / (ASIDE + self.path.name))
             paths = {step_of(path.name): path for path in self.directory.iterdir()}
             steps = [step for step in paths if step is not None]
             steps.sort(key=lambda step: (step <= self._step, step), reverse=True)
@@ -262,7 +262,7 @@ class Writer:
                 # Out of sight by one rename: a kill must not leave half a checkpoint to be seen.
                 doomed = self.directory / f"{_TEMPORARY}gone-{secrets.token_hex(4)}"
                 os.rename(paths[step], doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+                _remove(doomed)
 
 
 def clean(directory: Path) -> None:
@@ -280,11 +280,19 @@ def clean(directory: Path) -> None:
                     os.rename(path, final)
                     continue
             if path.name.startswith((ASIDE, _TEMPORARY)):
-                shutil.rmtree(path)
+                _remove(path)
     except OSError as error:
         raise CheckpointError(
             str(directory), f"leftovers of a killed run cannot be removed: {reason(error)}"
         ) from error
+
+
+def _remove(path: Path) -> None:
+    """A directory with all in it; of a link to one (a checkpoint moved elsewhere) only the link."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def hash_file(fd: int) -> str:

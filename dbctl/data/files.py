@@ -161,7 +161,7 @@ def expect_end(stream: IO[bytes], path: str) -> None:
 
 def damaged(path: str, error: Exception) -> DataError:
     """The DataError for a compressed or cut file that could not be read to its end."""
-    reason = str(error).lower() or type(error).__name__
+    reason = str(error).lower()[:200] or type(error).__name__  # zipfile's may quote the file
     return DataError(path, f"truncated or damaged: {reason}; get or make the file again")
 
 

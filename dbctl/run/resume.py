@@ -9,6 +9,7 @@ all begin the next one. Shards are cuts of one vector: any count of them reads t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,6 +92,7 @@ def resume(
             display.finished(_already_finished(run_dir, found.checkpoint.manifest))
             display.close()
             return 0
+        run_dir.logs.mkdir(exist_ok=True)  # somebody may have cleaned up
         run_dir.write_resolved(to_yaml(found.plan.experiment))
         _tell(display, found)
         life = Life(found.plan, run_dir, display, origin=found.origin, data=found.data)
@@ -233,8 +235,11 @@ def _reached(manifest: Manifest, stop: StopSpec) -> bool:
 
 def _already_finished(run_dir: RunDir, manifest: Manifest) -> Summary:
     """The last line again; what only the last life knew comes from its status, if it is of it."""
-    status = run_dir.read_status()
-    known = status if status.get("steps") == manifest.step else {}
+    known: dict[str, float] = {}
+    with contextlib.suppress(RunError):  # it is never flushed: a loss of power may cut it
+        status = run_dir.read_status()
+        if status.get("steps") == manifest.step:
+            known = {key: value for key, value in status.items() if isinstance(value, float)}
     return Summary(
         run_dir=str(run_dir.path),
         status="done",

@@ -18,6 +18,7 @@ from dbctl.errors import CheckpointError
 from dbctl.model.cut import NetworkCut
 from dbctl.model.network import tensors
 from dbctl.optim.gradients import is_finite
+from dbctl.process import one_line
 from dbctl.region import Range
 from dbctl.roles.cuts import CompleteCut
 from dbctl.wire import CutPart
@@ -87,6 +88,8 @@ class Saver:
                 return Saved(cut.step, writer.finish(facts))
         except CheckpointError as error:
             return Saved(cut.step, None, str(error))
+        except Exception as error:  # no memory, no thread: unanswered, the run would wait for ever
+            return Saved(cut.step, None, f"step {cut.step} cannot be saved: {one_line(error)}")
 
 
 def put_part(writer: Writer, cut: NetworkCut, part: CutPart) -> None:

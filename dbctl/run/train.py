@@ -6,6 +6,7 @@ order in which they can fail (file, data, plan, directory, processes).
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
@@ -111,9 +112,12 @@ class Life:
         lease_s: float = LEASE_S,
         factories: Mapping[str, str] | None = None,
     ) -> int:
-        runtime = make_runtime()
-        records = RunRecords(self.run_dir, self.display, self.coordinator, now=time.monotonic)
-        try:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self.display.close)
+            runtime = make_runtime()
+            at_end.callback(shutil.rmtree, runtime, ignore_errors=True)
+            records = RunRecords(self.run_dir, self.display, self.coordinator, now=time.monotonic)
+            at_end.callback(records.close)
             info = RunInfo.of_this_process(self.run_id, control=runtime, command=sys.argv)
             self.run_dir.write_info(info)
             session = Session(
@@ -146,10 +150,6 @@ class Life:
                 self._finish(records, session, Outcome(status="failed", error=error))
                 return error.exit_code
             return self._finish(records, session, outcome)
-        finally:
-            shutil.rmtree(runtime, ignore_errors=True)
-            records.close()
-            self.display.close()
 
     def _make_saver(self, wake: object) -> Saver:
         assert callable(wake)
