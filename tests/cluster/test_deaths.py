@@ -45,6 +45,21 @@ def test_a_killed_replica_is_left_out(tmp_path: Path) -> None:
         assert [step // 100 for step in run.checkpoints()] == [20]
 
 
+def test_a_killed_partition_ends_its_replica_and_only_that(tmp_path: Path) -> None:
+    """G4: its partner could only wait for it; the other replica goes on to the end."""
+    experiment = digits(partition={"count": 2}, stop={"steps": 600})
+    with TrainRun(tmp_path, experiment) as run:
+        run.reach("train")
+        kill(run.processes()["worker-1.1"])
+        wait_for(lambda: len(run.metrics("death")) == 2, "the end of its replica", 5.0)
+        assert run.finish() == 0
+        deaths = {death["node"]: death["word"] for death in run.metrics("death")}
+        assert deaths == {"worker-1.1": "", "worker-1.0": "its replica ended with worker-1.1"}
+        assert len(run.metrics("lost")) == 1
+        finished = run.metrics("finished")[-1]
+        assert (finished["status"], finished["steps"]) == ("done", 600)
+
+
 def test_fewer_than_min_replicas_is_a_failed_run_that_can_be_resumed(tmp_path: Path) -> None:
     experiment = digits(replicas=3, min_replicas=2, stop=ENDLESS)
     with TrainRun(tmp_path, experiment) as run:

@@ -1,0 +1,168 @@
+"""dbctl/run/nodes.py: processes as the controller sees them; times are arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dbctl.errors import LaunchError
+from dbctl.run.nodes import REPEAT_S, START_LIMIT_S, Node, Nodes, describe_end
+from dbctl.wire import Beat, Exited, Finish, Kill, Peers, Ready, Start
+
+AGENT = "agent-0"
+LEASE_S = 10.0
+
+
+def node(name: str, **changes: Any) -> Node:
+    given: dict[str, Any] = {"talks_to": (), "agent": AGENT}
+    return Node(order=Start(name, 1, ("true",), (), ""), **(given | changes))
+
+
+def made(**nodes: Node) -> Nodes:
+    return Nodes({node.order.node: node for node in nodes.values()}, lease_s=LEASE_S)
+
+
+def pair(**changes: Any) -> Nodes:
+    """Replica 0 in two partitions, and replica 1 whole."""
+    return made(
+        a=node("worker-0.0", partners=("worker-0.1",), **changes),
+        b=node("worker-0.1", partners=("worker-0.0",), **changes),
+        c=node("worker-1.0", **changes),
+    )
+
+
+def joined(nodes: Nodes) -> Nodes:
+    """All have been ordered, and have said Ready."""
+    nodes.start(0.0)
+    for name in nodes.nodes:
+        nodes.receive(0.0, name, Ready(f"ipc://{name}", 7))
+    nodes.begin(0.0)
+    return nodes
+
+
+def beat(nodes: Nodes, now: float, *names: str) -> None:
+    for name in names:
+        nodes.receive(now, name, Beat(1, 5, 1 << 20))
+
+
+def exited(name: str, status: int = -9, word: str = "") -> Exited:
+    return Exited(name, 1, status, "", word)
+
+
+# --------------------------------------------------------------------------------------- joining
+
+
+def test_an_order_is_said_again_until_its_node_is_ready() -> None:
+    nodes = made(a=node("shard-0"))
+    order = (AGENT, nodes.nodes["shard-0"].order)
+    assert nodes.start(0.0) == [order]
+    assert nodes.step(REPEAT_S / 2) == []
+    assert nodes.step(REPEAT_S) == [order]
+    nodes.receive(REPEAT_S, "shard-0", Ready("ipc://there", 7))
+    assert nodes.step(3 * REPEAT_S) == []
+
+
+def test_who_is_not_needed_is_started_when_the_others_are_ready() -> None:
+    nodes = made(a=node("shard-0"), b=node("evaluator-0", talks_to=("shard-0",), needed=False))
+    assert [order.node for _, order in nodes.start(0.0) if isinstance(order, Start)] == ["shard-0"]
+    nodes.receive(0.0, "shard-0", Ready("ipc://s", 7))
+    assert nodes.ready
+    assert nodes.begin(0.0) == [
+        ("shard-0", Peers(())),
+        (AGENT, nodes.nodes["evaluator-0"].order),
+    ]
+    assert nodes.receive(0.1, "evaluator-0", Ready("ipc://e", 8)) == [
+        ("evaluator-0", Peers((("shard-0", 1, "ipc://s"),)))
+    ]
+
+
+def test_a_node_that_ends_before_it_is_ready_is_named() -> None:
+    nodes = made(a=node("shard-0"))
+    nodes.start(0.0)
+    nodes.check_start(0.1, str)
+    nodes.receive(0.1, "shard-0", exited("shard-0", 1, "DataError: no such file"))
+    with pytest.raises(LaunchError, match=r"shard-0.*exit status 1: DataError: no such file"):
+        nodes.check_start(0.1, str)
+
+
+def test_a_node_that_neither_beats_nor_is_ready_is_late() -> None:
+    nodes = made(a=node("shard-0"))
+    nodes.start(0.0)
+    beat(nodes, START_LIMIT_S, "shard-0")
+    nodes.check_start(START_LIMIT_S + 1, str)  # it lives: loading takes its time
+    with pytest.raises(LaunchError, match=r"shard-0.*was not ready"):
+        nodes.check_start(START_LIMIT_S + LEASE_S + 1, str)
+
+
+# ---------------------------------------------------------------------------------------- deaths
+
+
+def test_one_dead_partition_ends_its_replica_and_only_that() -> None:
+    """reliability.md, G4; paper A, section 3: the partitions of a replica compute together."""
+    nodes = joined(pair())
+    kill = (AGENT, Kill("worker-0.0", 1))
+    assert nodes.receive(1.0, "worker-0.1", exited("worker-0.1")) == [kill]
+    beat(nodes, 1.0 + REPEAT_S, "worker-0.0", "worker-1.0")  # the order was lost
+    assert nodes.step(1.0 + REPEAT_S / 2) == []
+    assert nodes.step(1.0 + REPEAT_S) == [kill]
+    assert nodes.receive(2.5, "worker-0.0", exited("worker-0.0")) == []
+    assert nodes.nodes["worker-0.0"].exited == exited(
+        "worker-0.0", word="its replica ended with worker-0.1"
+    )
+    assert nodes.nodes["worker-1.0"].alive
+    assert nodes.step(3.0) == []
+
+
+def test_who_does_not_beat_for_a_lease_is_ended_and_told_as_silent() -> None:
+    nodes = joined(made(a=node("worker-0.0"), b=node("worker-1.0")))
+    beat(nodes, 1.0, "worker-0.0", "worker-1.0")
+    beat(nodes, 9.0, "worker-1.0")
+    assert nodes.step(1.0 + LEASE_S) == []
+    late = 2.0 + LEASE_S
+    assert nodes.step(late) == [(AGENT, Kill("worker-0.0", 1))]
+    assert nodes.unanswered(late + LEASE_S) is None
+    beat(nodes, late + LEASE_S, "worker-1.0")
+    error = nodes.unanswered(late + LEASE_S + 0.1)
+    assert error is not None
+    assert error.node == AGENT
+    nodes.receive(late, "worker-0.0", exited("worker-0.0"))
+    word = nodes.nodes["worker-0.0"].exited
+    assert word is not None
+    assert word.word == "nothing was heard of it for 10 s"
+    assert nodes.unanswered(late + LEASE_S + 0.1) is None
+
+
+def test_the_first_beat_of_many_may_be_late() -> None:
+    """Thirty-two interpreters that load on two cores."""
+    nodes = made(a=node("worker-0.0"))
+    nodes.start(0.0)
+    kills = [m for _, m in nodes.step(LEASE_S + 1) if isinstance(m, Kill)]
+    assert kills == []
+    assert (AGENT, Kill("worker-0.0", 1)) in nodes.step(START_LIMIT_S + 1)
+
+
+# --------------------------------------------------------------------------------------- the end
+
+
+def test_only_who_lives_is_told_to_finish_or_killed() -> None:
+    nodes = joined(pair())
+    nodes.receive(1.0, "worker-1.0", exited("worker-1.0"))
+    assert nodes.finish() == [("worker-0.0", Finish()), ("worker-0.1", Finish())]
+    assert nodes.kill() == [(AGENT, Kill("worker-0.0", 1)), (AGENT, Kill("worker-0.1", 1))]
+    assert not nodes.all_ended()
+    for name in ("worker-0.0", "worker-0.1"):
+        nodes.receive(1.0, name, exited(name, 0))
+    assert nodes.all_ended()
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (exited("a", -9), "was killed by SIGKILL"),
+        (exited("a", -200), "was killed by signal 200"),
+        (exited("a", 3, "MemoryError"), "ended with exit status 3: MemoryError"),
+    ],
+)
+def test_an_end_in_words(end: Exited, said: str) -> None:
+    assert describe_end(end) == said
