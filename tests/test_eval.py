@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -217,6 +218,20 @@ def test_predictions_are_in_row_order(tmp_path: Path) -> None:
     assert header == ["row", "label", "predicted", "score"]
     assert rows == [[str(i), "1", str(i), "0.125"] for i in range(5)]
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_device_is_never_replaced_and_a_link_stays_one(tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match="pipe: not a file"):
+        PredictionsFile(pipe, 1, labelled=True)
+    link.symlink_to(target)
+    with PredictionsFile(link, 1, labelled=True) as file:
+        file.add(piece(0))
+        file.finish()
+    assert link.is_symlink()
+    assert target.read_text().count("\n") == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe", "target"]
 
 
 def test_more_rows_than_a_block(tmp_path: Path) -> None:

@@ -29,11 +29,13 @@ class PredictionsFile:
     """For `n_rows` rows; a context manager. UsageError where `path` cannot be written."""
 
     def __init__(self, path: Path, n_rows: int, *, labelled: bool) -> None:
-        self._path = path
+        path = self._path = Path(os.path.realpath(path))  # a link stays one
         self._labelled = labelled
         self._seen = np.zeros(n_rows, np.uint8)  # 2: twice or more
         if path.is_dir():
             raise UsageError(f"{path}: is a directory; give --predictions the name of a file")
+        if path.exists() and not path.is_file():  # /dev/stdout would be replaced by a file
+            raise UsageError(f"{path}: not a file; give --predictions the name of a new one")
         try:
             self._file = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115
         except OSError as error:
