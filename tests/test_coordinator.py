@@ -205,6 +205,22 @@ def test_fewer_replicas_than_the_least_end_the_run_as_failed() -> None:
     assert done == Done("failed", "1 replicas live, min_replicas is 2")
 
 
+def test_a_death_after_the_last_acknowledgement_changes_nothing() -> None:
+    """Final evaluation and final cut need no worker: nothing of it is left out, nothing failed."""
+    boss = Boss(replicas=1, evaluators=[("evaluator-0",)])
+    boss.report(0, 8)
+    assert sent(boss.report(0, 8, "finished"), Evaluate) != []
+    assert events(boss.dies("worker-0.0", steps=8)) == []
+    assert boss.role.figures.left_out() == {}
+    assert boss.measured(1)[-1] == Done("done")
+
+
+def test_a_death_while_an_interrupted_run_stops_is_no_failure() -> None:
+    boss = Boss(replicas=1)
+    boss.role.interrupt(0.1, "interrupted")
+    assert boss.dies("worker-0.0")[-1] == Done("interrupted")
+
+
 def test_without_any_replica_the_run_has_failed() -> None:
     boss = Boss(replicas=1)
     assert boss.dies("worker-0.0")[-1] == Done("failed", "0 replicas live, min_replicas is 1")

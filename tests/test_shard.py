@@ -361,6 +361,26 @@ def test_what_comes_of_a_life_that_is_gone_changes_nothing() -> None:
     assert pushed(shard, Peer("worker-0.0", 2), push(1)) == [Send("worker-0.0", Ack(1, 1, 1))]
 
 
+def test_a_life_that_was_over_before_its_hello_came_is_over() -> None:
+    shard = welcomed()
+    shard.receive(0.0, BOSS, Gone("worker-0.0", 2))
+    assert shard.receive(0.0, Peer("worker-0.0", 2), Hello(1)) == []
+    assert shard.receive(0.0, A, Hello(1)) == []  # nor does its older life come back
+    assert shard.receive(0.0, Peer("worker-0.0", 3), Hello(1)) != []
+
+
+def test_a_new_life_stands_where_the_last_one_did_until_it_pushes() -> None:
+    """A checkpoint made meanwhile must not say that the replica is at its beginning."""
+    shard = welcomed()
+    pushed(shard, A, push(1))
+    shard.receive(0.0, Peer("worker-0.0", 2), Hello(1))
+    assert shard.table() == (WorkerRow("worker-0.0", 2, 0, Position(1, 0, 1)),)
+    [cut, *_] = shard.receive(0.0, BOSS, Cut(1))
+    assert isinstance(cut, Send)
+    assert isinstance(cut.message, CutPart)
+    assert cut.message.table == shard.table()
+
+
 # ------------------------------------------------------------- staleness, L2, rates, what a push is
 
 

@@ -33,7 +33,7 @@ class Conversation:
         self._names = dict(names)
         self._by_name = {name: number for number, name in names.items()}
         self._allocate = allocate
-        self._agreements: dict[tuple[int, int], Buffer] = {}
+        self._agreements: dict[int, Buffer] = {}  # two, in turn
         self._number = 0
         self._work: Generator[Exchange, Any, Any] | None = None
         self._waiting: Take | None = None
@@ -145,14 +145,11 @@ class Conversation:
         if self.alone:
             return [list(own)]
         key, turn = Key(AGREEMENT, 0), self._number % 2
-        to: dict[int, tuple[Buffer, int]] = {}
-        for partition in self._names:
-            outbox = self._agreements.get((turn, partition))
-            if outbox is None:
-                outbox = self._agreements[turn, partition] = self._allocate(len(own), "<f8")
-            outbox.array[: len(own)] = own
-            to[partition] = (outbox, len(own))
-        yield Give(key, to)
+        if turn not in self._agreements:
+            self._agreements[turn] = self._allocate(len(own), "<f8")
+        outbox = self._agreements[turn]
+        outbox.array[: len(own)] = own
+        yield Give(key, dict.fromkeys(self._names, (outbox, len(own))))
         taken = yield Take(key, tuple(sorted(self._names)))
         everybody = {**{p: a.tolist() for p, a in taken.items()}, self._partition: list(own)}
         return [everybody[p] for p in sorted(everybody)]

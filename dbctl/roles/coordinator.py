@@ -201,8 +201,8 @@ class Coordinator:
             effects: Effects = [*self._gone(), Record("lost", {"node": peer.node})]
             return effects + self._after_evaluator_death(now)
         replica = replica_of(peer.node)
-        if replica in self.figures.dead:
-            return []
+        if replica in self.figures.dead or self._phase is Phase.MEASURING:
+            return []  # known, or all that it was to do is done and acknowledged
         # Its other partitions are being ended too: from now on all of them are over.
         for worker in self._start.workers[replica]:
             self._departures.add(Peer(worker, peer.incarnation), replica)
@@ -213,7 +213,8 @@ class Coordinator:
         effects = [*self._gone(), lost]
         self._checkpoints.dead(now, replica)
         n_live = len(self._live())
-        if n_live < self._start.min_replicas:
+        # Who was interrupted is: it ends as that, and what is saved can be resumed.
+        if n_live < self._start.min_replicas and self._status == "done":
             reason = f"{n_live} replicas live, min_replicas is {self._start.min_replicas}"
             effects += self._halt(now, push=True, status="failed", reason=reason)
         return effects + self._go_on(now)

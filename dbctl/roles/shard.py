@@ -161,9 +161,7 @@ class Shard:
         if client is not None and client.peer == sender and client.over:
             return []
         if client is None or client.peer != sender:
-            if client is not None:
-                self._forget(client.peer)
-            client = self._clients[sender.node] = _Client(sender)
+            client = self._next_life(client, sender)
         if hello.first - 1 > client.filed:
             # Acknowledged once, but by a life of this shard that is over: lost, and counted.
             self.lost[sender.node] += hello.first - 1 - client.filed
@@ -172,17 +170,26 @@ class Shard:
 
     def _on_gone(self, peer: Peer) -> Effects:
         client = self._clients.get(peer.node)
-        if client is not None and client.peer.incarnation <= peer.incarnation:
-            self._forget(client.peer)
+        if client is None or client.peer.incarnation < peer.incarnation:
+            # Its own Hello may still come, late.
+            client = self._next_life(client, peer)
+        if client.peer == peer:
+            self._forget(client)
             client.over = True
-        elif client is None:
-            self._clients[peer.node] = _Client(peer, over=True)
         return [self._report()]
 
-    def _forget(self, peer: Peer) -> None:
-        self._handouts.forget(peer)
-        self._queue = deque((c, push) for c, push in self._queue if c.peer != peer)
-        client = self._clients[peer.node]
+    def _next_life(self, before: _Client | None, peer: Peer) -> _Client:
+        """A client that has pushed nothing: until it does, it stands where the last life did."""
+        client = self._clients[peer.node] = _Client(peer)
+        if before is not None:
+            self._forget(before)
+            client.position, client.slice = before.position, before.slice
+        return client
+
+    def _forget(self, client: _Client) -> None:
+        """Its hand-outs are back, what it has queued is dropped."""
+        self._handouts.forget(client.peer)
+        self._queue = deque((c, push) for c, push in self._queue if c is not client)
         client.filed = client.applied
         client.answer = client.waiting = None
 
