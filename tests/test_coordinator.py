@@ -16,6 +16,7 @@ from dbctl.roles.coordinator import (
     Phase,
 )
 from dbctl.roles.figures import Part
+from dbctl.roles.grants import FIRST_GRANT_CUT
 from dbctl.wire import (
     Cut,
     CutPart,
@@ -120,8 +121,8 @@ def test_all_partitions_of_a_replica_get_its_grant() -> None:
         save=False,
     )
     assert sent(Coordinator(start).start(0.0)) == [
-        ("worker-0.0", Grant(1, 5, last=True)),
-        ("worker-0.1", Grant(1, 5, last=True)),
+        ("worker-0.0", Grant(1, FIRST_GRANT_CUT)),
+        ("worker-0.1", Grant(1, FIRST_GRANT_CUT)),
     ]
 
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from dbctl.roles.grants import FIRST_GRANT, GRANT_S, Grants
+from dbctl.roles.grants import FIRST_GRANT, FIRST_GRANT_CUT, GRANT_S, Grants
 from dbctl.wire import BEGINNING, Position
 
 BIG = 10**6
@@ -170,6 +170,18 @@ def test_grants_double_when_they_were_used_up_early_and_halve_when_late() -> Non
         at = until
         grants.advance(0, at)
     assert sizes == [n * FIRST_GRANT for n in (1, 2, 4, 2, 1, 1)]
+
+
+def test_an_interrupt_of_cut_replicas_waits_for_two_slow_steps_at_most() -> None:
+    """They stop only where their grant ends; of a step of 10 s two fit in G11's 30 s."""
+    grants = Grants({0: (BEGINNING, BIG)}, cut=True)
+    at, now, longest = 0, 0.0, 0
+    for _ in range(20):
+        until, _ = grants.grant(0, now)
+        longest = max(longest, until - at)
+        at, now = at + 1, now + 10.0
+        grants.advance(0, at)
+    assert longest == FIRST_GRANT_CUT == 2
 
 
 def test_a_grant_is_never_taken_back() -> None:

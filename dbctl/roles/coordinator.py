@@ -78,6 +78,7 @@ class Coordinator:
             epochs=start.stop.epochs,
             warmstart=start.warmstart,
             max_lead=start.max_lead,
+            cut=any(len(workers) > 1 for workers in start.workers.values()),
         )
         self._checkpoints = Checkpoints(
             start.shards, begins, every=start.checkpoint, save=start.save

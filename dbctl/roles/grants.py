@@ -15,6 +15,7 @@ from dbctl.wire import Position
 
 GRANT_S = 0.5
 FIRST_GRANT = 8
+FIRST_GRANT_CUT = 2  # a cut replica stops only where its grant ends, and a step may take seconds
 
 
 @dataclass(slots=True)
@@ -24,8 +25,8 @@ class _Replica:
     done: int  # own steps, as last reported
     released: int  # own steps when all were let go: a lead counts from there
     until: int
+    chunk: int
     live: bool = True
-    chunk: int = FIRST_GRANT
     granted_at: float | None = None
 
 
@@ -34,6 +35,7 @@ class Grants:
 
     `steps` (of all replicas together, counted from the run's very first) and `epochs` are the run's
     stop; `warmstart` steps are done by one replica before the others are released (paper A2).
+    `cut`: replicas are, so that each grant is what an interrupt waits for.
     """
 
     def __init__(
@@ -44,13 +46,15 @@ class Grants:
         epochs: int | None = None,
         warmstart: int = 0,
         max_lead: int | None = None,
+        cut: bool = False,
     ) -> None:
         self._steps = steps
         self._epochs = epochs
         self._warmstart = warmstart
         self._max_lead = max_lead
+        first = FIRST_GRANT_CUT if cut else FIRST_GRANT
         self._replicas = {
-            number: _Replica(begin, steps_per_epoch, begin.step, begin.step, begin.step)
+            number: _Replica(begin, steps_per_epoch, begin.step, begin.step, begin.step, first)
             for number, (begin, steps_per_epoch) in replicas.items()
         }
 
