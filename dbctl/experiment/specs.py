@@ -100,14 +100,6 @@ class SyntheticSource(_Prepared):
 
 
 SourceSpec = DigitsSource | IdxSource | NpzSource | NpySource | CsvSource | SyntheticSource
-SOURCE_SPECS = {
-    "digits": DigitsSource,
-    "idx": IdxSource,
-    "npz": NpzSource,
-    "npy": NpySource,
-    "csv": CsvSource,
-    "synthetic": SyntheticSource,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +146,6 @@ class DownpourSpec:
 
 
 OptimizerSpec = SgdSpec | DownpourSpec
-OPTIMIZER_SPECS = {"sgd": SgdSpec, "downpour": DownpourSpec}
 
 
 # ------------------------------------------------------------------------------------------- run

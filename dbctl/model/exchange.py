@@ -8,6 +8,7 @@ a partition). A key says which exchange of a pass it is: its phase and the layer
     sums     partial sums of a layer cut by its inputs          forward
     weights  shared weights, from their owner                   forward
     max, total   the two reductions of softmax                  loss
+    rank     how the label's output stands among all            measuring
     deltas   gradients by the outputs of a layer cut by inputs  backward
     back     gradients by nodes, to their owner                 backward
     shares   partial gradients of shared weights, to the owner  backward
@@ -21,8 +22,6 @@ if TYPE_CHECKING:  # an agent loads the roles' types, never numpy
     from numpy.typing import NDArray
 
 Array: TypeAlias = "NDArray[Any]"
-
-PHASES = ("states", "sums", "weights", "max", "total", "deltas", "back", "shares", "rank")
 
 
 class Key(NamedTuple):

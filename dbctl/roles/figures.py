@@ -107,18 +107,15 @@ class Figures:
 
     @property
     def epochs(self) -> float:
-        """Passes over the rows of the replicas that live, weighted by their rows."""
+        """Passes over the rows of the replicas that live (if none: of all), weighted by rows."""
         rows = passes = 0.0
+        left_out = self.dead if len(self.dead) < len(self._parts) else set()
         for replica, part in self._parts.items():
-            if part.rows and replica not in self.dead:
+            if part.rows and replica not in left_out:
                 at = self.position(replica)
                 rows += part.rows
                 passes += part.rows * (at.epoch + at.index / part.steps_per_epoch)
         return passes / rows if rows else 0.0
-
-    @property
-    def greatest_epoch(self) -> int:
-        return max((self.position(replica).epoch for replica in self._parts), default=0)
 
     def loss(self, *, last_epoch: bool) -> float | None:
         """Mean training loss: of each replica's last whole epoch, or of the one in hand."""
