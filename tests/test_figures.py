@@ -47,6 +47,17 @@ def test_epochs_are_passes_weighted_by_rows_of_the_replicas_that_live() -> None:
     assert figures.epochs == pytest.approx((30 * (2 + 1 / 3) + 10 * 4) / 40)  # not none
 
 
+def test_examples_at_a_cut_that_is_ahead_of_the_reports_or_behind_them() -> None:
+    figures = make(examples=7)
+    at = {0: Position(8, 2, 2), 1: Position(3, 3, 0)}  # replica 0: batches of 12, 12 and 6
+    assert figures.examples_at(at, batch_size=12) == 7 + 2 * 30 + 24 + 3 * 10
+    figures.report(0.0, 0, report(7, 2, 1, examples=70))  # 2 of its 72 were refused
+    figures.report(0.0, 1, report(5, 5, 0, examples=50))
+    assert figures.examples_at(at, batch_size=12) == 7 + 70 + 12 + 50 - 20
+    at = {0: Position(9, 3, 0), 1: Position(5, 5, 0)}
+    assert figures.examples_at(at, batch_size=12) == 7 + 70 + 18 + 50
+
+
 def test_loss_of_the_epoch_in_hand_or_of_the_last_whole_one() -> None:
     figures = make()
     assert figures.loss(last_epoch=False) is None

@@ -130,11 +130,15 @@ def test_resumed_from_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
     assert newer
     for path in newer:
         shutil.rmtree(path)
-    assert 0 < newest(run_dir).manifest.step < 60
+    step = newest(run_dir).manifest.step
+    assert 0 < step < 60
+    n_epochs, index = divmod(step, 13)
+    assert newest(run_dir).manifest.examples == 200 * n_epochs + 16 * index
     second = go_on(run_dir)
     second.run()
     assert second.saved[-1] == 60
     assert oldest.exists()
+    assert where(newest(run_dir).manifest) == where(expected.manifest)
     assert contents(newest(run_dir)) == contents(expected)
 
 

@@ -101,6 +101,15 @@ class Figures:
     def examples(self) -> int:
         return self._examples_before + sum(r.examples for r in self._reports.values())
 
+    def examples_at(self, positions: Mapping[int, Position], *, batch_size: int) -> int:
+        """Examples when the replicas stood there: a cut is ahead of the reports, or behind them."""
+        total = self.examples
+        for replica, position in positions.items():
+            part, report = self._parts[replica], self._reports.get(replica)
+            for at, sign in ((position, 1), (report.position if report else part.begin, -1)):
+                total += sign * (at.epoch * part.rows + min(at.index * batch_size, part.rows))
+        return max(0, total)
+
     @property
     def steps(self) -> int:
         return sum(self.position(replica).step for replica in self._parts)

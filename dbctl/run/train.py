@@ -177,7 +177,9 @@ class Life:
                 shards=len(self.plan.shards),
                 seconds=figures.seconds(now),
                 epochs=figures.epochs,
-                examples=figures.examples,
+                examples=figures.examples_at(
+                    cut.rows, batch_size=self.experiment.optimizer.batch_size
+                ),
                 extra={
                     "dropped_pushes": cut.dropped,
                     "finished": cut.final and self.coordinator.status == "done",
