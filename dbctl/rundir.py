@@ -329,9 +329,10 @@ def _given_directory(path: Path) -> Path:
 def _check_free(path: Path) -> None:
     names = set(os.listdir(path)) - {_LOCK}
     if _RUN in names:
-        raise UsageError(
-            f"{path}: holds a run already; go on with `dbctl resume`, or give another --run-dir"
-        )
+        way = "go on with `dbctl resume`"
+        if not any(path.glob("checkpoints/*")):
+            way = "it saved nothing: once it has ended remove the directory"
+        raise UsageError(f"{path}: holds a run already; {way}, or give another --run-dir")
     if names:
         raise UsageError(
             f"{path}: not empty, it has {min(names)!r}; give --run-dir a new or an empty one"

@@ -404,6 +404,8 @@ def test_each_required_key_removed(old: str, key: str) -> None:
             "  shards: 1",
             "optimizer.shards: unknown key here; it belongs at the top level",
         ),
+        # `unit` is a key of `every`, but a key of the same mapping is nearer.
+        ("units: 10", "unit: 10", "unknown key; did you mean `units`?"),
         ("replicas: 2", "batchsize: 2", "unknown key; did you mean `optimizer.batch_size`?"),
         ("keep: 3", "zzz: 3", "checkpoint.zzz: unknown key; `checkpoint` takes every, keep"),
         ("replicas: 2", "zzz: 3", "unknown key; the top level takes version, name, seed"),

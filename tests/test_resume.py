@@ -285,7 +285,9 @@ def test_nothing_was_saved(done: RunDir, capsys: pytest.CaptureFixture[str]) -> 
     """cases: resume on an empty directory never starts over silently (Theoria#1382)."""
     shutil.rmtree(done.checkpoints)
     assert main(["resume", str(done.path)]) == 1
-    assert "nothing was saved" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "nothing was saved" in err
+    assert "start again with `dbctl train FILE --run-dir OTHER`" in err
 
 
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,6 +421,23 @@ def test_a_finished_run_says_so_in_json(done: RunDir, capsys: pytest.CaptureFixt
     fields = json.loads(line)
     assert (fields["event"], fields["status"], fields["steps"]) == ("finished", "done", 4)
     assert "had finished already" in fields["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "finished already by stop.epochs (1): it goes on with a later one, --set stop.epoc"),
+        (["--set", "stop.steps=99"], "by stop.epochs (1): it goes on with a later one, --set stop"),
+        (["--set", "stop.steps=5"], "--set stop.steps=N --set stop.epochs=N"),
+    ],
+)
+def test_a_finished_run_names_the_stop_that_was_reached(
+    tmp_path: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, run = begin(TEXT, tmp_path / "r", overrides=["stop={epochs: 1}"])
+    run.run()
+    assert main(["resume", str(run_dir.path), *more]) == 0
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,9 @@ def test_a_given_directory_may_be_new_or_empty(tmp_path: Path) -> None:
 
 def test_a_directory_that_holds_a_run_or_anything_else_is_refused(tmp_path: Path) -> None:
     before = sorted(os.listdir(made(tmp_path / "run")))
+    with pytest.raises(UsageError, match="it saved nothing: once it has ended remove the dir"):
+        create(tmp_path / "run", "x")
+    (tmp_path / "run" / "checkpoints" / "step-1").mkdir()
     with pytest.raises(UsageError, match="holds a run already; go on with `dbctl resume`") as e:
         create(tmp_path / "run", "x")
     assert e.value.exit_code == 2

@@ -151,6 +151,12 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     return checkpoint
 
 
+NOTHING_SAVED = (
+    "nothing was saved: there is no checkpoint to go on from; start again with "
+    "`dbctl train FILE --run-dir OTHER`"
+)
+
+
 def list_checkpoints(directory: Path) -> list[Path]:
     """The visible checkpoints in `checkpoints/`, newest first; none where it does not exist.
 
@@ -185,7 +191,7 @@ def newest_good(directory: Path, *, verify: bool = True) -> tuple[Checkpoint, li
         else:
             return checkpoint, [f"{fault}; falling back to {path.name}" for fault in faults]
     if not faults:
-        raise CheckpointError(str(directory), "nothing was saved: there is no checkpoint")
+        raise CheckpointError(str(directory), NOTHING_SAVED)
     raise CheckpointError(str(directory), "no checkpoint is good: " + " · ".join(faults))
 
 

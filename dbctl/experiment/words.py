@@ -114,12 +114,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def unknown_key(name: str, path: tuple[str, ...], known: Iterable[str]) -> tuple[str, str]:
     """The message for an unknown key of the mapping at `path`, and the key here that was meant."""
     names = list(known)
+    if near := nearest(name, names):
+        return f"unknown key; did you mean `{near}`?", near
     elsewhere = keys_below(Experiment)
     if name in elsewhere:
         homes = [f"under `{home}`" if home else "at the top level" for home in elsewhere[name]]
         return f"unknown key here; it belongs {' or '.join(homes[:3])}", ""
-    if near := nearest(name, names):
-        return f"unknown key; did you mean `{near}`?", near
     if near := nearest(name, elsewhere):
         home = elsewhere[near][0]
         return f"unknown key; did you mean `{home + '.' if home else ''}{near}`?", ""

@@ -89,7 +89,8 @@ def resume(
         for warning in found.warnings:
             display.warn(warning)
         if found.finished:
-            display.finished(_already_finished(run_dir, found.checkpoint.manifest))
+            stop = found.plan.experiment.stop
+            display.finished(_already_finished(run_dir, found.checkpoint.manifest, stop))
             display.close()
             return 0
         run_dir.logs.mkdir(exist_ok=True)  # somebody may have cleaned up
@@ -219,21 +220,31 @@ def _is_finished(manifest: Manifest, stop: StopSpec) -> bool:
     """Whether the run had reached its stop, and `stop` asks for no more."""
     if not manifest.extra.get("finished"):
         return False
-    return manifest.extra.get("stop") == asdict(stop) or _reached(manifest, stop)
+    return manifest.extra.get("stop") == asdict(stop) or bool(_reached(manifest, stop))
 
 
-def _reached(manifest: Manifest, stop: StopSpec) -> bool:
-    accuracy = manifest.extra.get("test_accuracy")
-    epochs = min((row.epoch for row in manifest.rows if row.step), default=0)
-    return (
-        (stop.steps is not None and manifest.step >= stop.steps)
-        or (stop.epochs is not None and epochs >= stop.epochs)
-        or (stop.seconds is not None and manifest.seconds >= stop.seconds)
-        or (stop.test_accuracy is not None and (accuracy or 0.0) >= stop.test_accuracy)
-    )
+def _reached(manifest: Manifest, stop: StopSpec) -> list[str]:
+    """The keys of `stop` that the checkpoint is at or past."""
+    done = {
+        "steps": manifest.step,
+        "epochs": min((row.epoch for row in manifest.rows if row.step), default=0),
+        "seconds": manifest.seconds,
+        "test_accuracy": manifest.extra.get("test_accuracy") or 0.0,
+    }
+    limits = asdict(stop)
+    return [key for key, at in done.items() if limits[key] is not None and at >= limits[key]]
 
 
-def _already_finished(run_dir: RunDir, manifest: Manifest) -> Summary:
+def _what_next(manifest: Manifest, stop: StopSpec) -> str:
+    """Which stop keeps the run from going on, and how to set it anew."""
+    limits = asdict(stop)
+    keys = _reached(manifest, stop) or [key for key in limits if limits[key] is not None]
+    met = " and ".join(f"stop.{key} ({limits[key]:g})" for key in keys)
+    sets = " ".join(f"--set stop.{key}=N" for key in keys)
+    return f"had finished already by {met}: it goes on with a later one, {sets}"
+
+
+def _already_finished(run_dir: RunDir, manifest: Manifest, stop: StopSpec) -> Summary:
     """The last line again; what only the last life knew comes from its status, if it is of it."""
     known: dict[str, float] = {}
     with contextlib.suppress(RunError):  # it is never flushed: a loss of power may cut it
@@ -251,7 +262,7 @@ def _already_finished(run_dir: RunDir, manifest: Manifest) -> Summary:
         train_loss=known.get("train_loss"),
         test_loss=known.get("test_loss"),
         test_accuracy=known.get("test_accuracy"),
-        notes=("had finished already: it goes on with a later stop, as --set stop.steps=N",),
+        notes=(_what_next(manifest, stop),),
     )
 
 

@@ -7,6 +7,7 @@ order in which they can fail (file, data, plan, directory, processes).
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import sys
 import time
@@ -220,8 +221,13 @@ class Life:
         if records.save_error:
             notes.append(f"the last checkpoint failed: {records.save_error}")
         if outcome.status in ("stopped", "interrupted", "failed"):
-            saved = records.checkpoint
-            where = f"resume goes on from step {saved.step:,}" if saved else "nothing was saved"
-            earlier = saved is None and self.origin.restore
-            notes.append("resume goes on from the earlier checkpoint" if earlier else where)
+            notes.append(self._how_to_go_on(records))
         return notes
+
+    def _how_to_go_on(self, records: RunRecords) -> str:
+        resume = f"`dbctl resume {shlex.quote(str(self.run_dir.path))}`"
+        if records.checkpoint is not None:
+            return f"{resume} goes on from step {records.checkpoint.step:,}"
+        if self.origin.restore:
+            return f"{resume} goes on from the earlier checkpoint"
+        return "nothing was saved: train it anew"

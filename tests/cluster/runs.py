@@ -340,7 +340,7 @@ class TrainRun:
 
     def step_to_resume(self) -> int:
         """What the last line says about resume; its checkpoint must be there."""
-        match = re.search(r"resume goes on from step ([0-9,]+)", self.out)
+        match = re.search(r"resume \S+` goes on from step ([0-9,]+)", self.out)
         assert match, self.story()
         step = int(match[1].replace(",", ""))
         assert step in self.checkpoints(), self.checkpoints()
