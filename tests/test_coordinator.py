@@ -349,6 +349,24 @@ def test_an_evaluation_under_way_at_the_end_is_followed_by_the_final_one() -> No
     assert boss.measured(2)[-1] == Done("done")
 
 
+@pytest.mark.parametrize(("version", "again"), [(3, False), (2, True)])
+def test_an_evaluation_of_the_final_parameters_is_not_repeated(version: int, again: bool) -> None:
+    """It was under way at the end; the final cut says that it holds 3 updates."""
+    every = Every(amount=1, unit="steps")
+    boss = Boss(replicas=1, evaluators=[("evaluator-0",)], evaluate=every, save=True)
+    boss.report(0, 7)
+    boss.report(0, 8, "finished")
+    row = WorkerRow("worker-0.0", 1, 1, Position(8, 0, 8))
+    for shard in (0, 1):
+        part = CutPart(1, "parameters", 1, 1, 0, 3, (row,))
+        boss.role.receive(0.3, Peer(f"shard-{shard}", 1), part)
+    boss.role.saved(0.4, "")
+    answer = Evaluated(1, 0, version, Loss(5.0, 10), 9, 10, 2, ())
+    effects = boss.role.receive(0.5, Peer("evaluator-0", 1), answer)
+    assert bool(sent(effects, Evaluate)) is again
+    assert (effects[-1] == Done("done")) is not again
+
+
 def test_a_run_goes_on_without_its_evaluator_unless_it_alone_would_end_it() -> None:
     every = Every(amount=1, unit="steps")
     boss = Boss(replicas=1, evaluators=[("evaluator-0",)], evaluate=every)

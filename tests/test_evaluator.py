@@ -112,7 +112,7 @@ def test_it_gives_back_before_it_measures_and_answers_with_sums() -> None:
     assert evaluator.step(0.0) == [Send("shard-0", Return(1)), Send("shard-1", Return(9))]
     assert measure.begun == [(1, 3)]
     assert evaluator.step(0.0) == []
-    evaluated = Evaluated(1, 1, 7, Loss(14.0, 2), 1, 2, 10, (1, 0, 0, 1))
+    evaluated = Evaluated(1, 1, 5, Loss(14.0, 2), 1, 2, 10, (1, 0, 0, 1))  # the older version
     assert evaluator.step(0.0) == [Send(CONTROLLER, evaluated)]
     assert evaluator.due > NOW
 

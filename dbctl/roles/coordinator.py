@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dbctl.experiment.specs import Every, StopSpec
-from dbctl.roles.base import NEVER, Done, Effects, Record, Send
+from dbctl.roles.base import NEVER, Done, Effects, Record, Save, Send
 from dbctl.roles.checkpoints import Checkpoints
 from dbctl.roles.cuts import replica_of
 from dbctl.roles.departures import Departures
@@ -90,6 +90,7 @@ class Coordinator:
         self._next_evaluation = Recurring(start.evaluate if start.evaluators else None)
         self._final_measured = not start.evaluators
         self._final_begun = False
+        self._final_updates = NEVER  # of the final cut, as far as it has come
         self._stop_at = NEVER
         self._resend_at = NEVER
 
@@ -145,7 +146,7 @@ class Coordinator:
             case ShardReport():
                 return self._on_shard_report(now, sender.node, message)
             case CutPart():
-                return self._checkpoints.add(sender.node, message)
+                return self._on_cut_part(sender.node, message)
             case Evaluated():
                 measured = self._evaluations.add(sender.node, message)
                 return self._on_measured(now, measured) if measured is not None else []
@@ -285,6 +286,15 @@ class Coordinator:
             self._status, self._reason = "failed", error
         return effects + self._finish_if_complete(now)
 
+    def _on_cut_part(self, shard: str, part: CutPart) -> Effects:
+        effects = self._checkpoints.add(shard, part)
+        whole = all(len(nodes) == 1 for nodes in self._start.evaluators)
+        for effect in effects:
+            # The partitions of a cut evaluator fetch each for itself, and one of them answers.
+            if isinstance(effect, Save) and effect.cut.final and whole:
+                self._final_updates = effect.cut.updates
+        return effects
+
     def _on_predictions(self, sender: Peer, message: Predictions) -> Effects:
         is_next, filed = self._evaluations.file(sender.node, message)
         effects: Effects = [Record("predictions", {"message": message})] if is_next else []
@@ -296,7 +306,8 @@ class Coordinator:
         fields = {**measured.fields(), "steps": figures.steps, "epochs": figures.epochs}
         effects: Effects = [Record("evaluation", {**fields, "measured": measured})]
         if self._phase is Phase.MEASURING:
-            if not self._final_begun:
+            # It was under way at the end: of the final parameters all the same, if it says so.
+            if not self._final_begun and measured.version < self._final_updates:
                 return effects + self._final_evaluation()
             self._final_measured = True
             return effects + self._finish_if_complete(now)

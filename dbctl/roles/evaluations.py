@@ -16,7 +16,10 @@ from dbctl.wire import Evaluate, Evaluated, Filed, Predictions
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One complete evaluation. `accuracy` and `top5` are None for float targets."""
+    """One complete evaluation. `accuracy` and `top5` are None for float targets.
+
+    `version`: so many updates, at least, were in all parameters that were measured.
+    """
 
     number: int
     rows: int
@@ -109,5 +112,5 @@ class Evaluations:
             top5=sum(a.top5 for a in answers) / rows if labelled else None,
             classes=answers[0].classes,
             confusion=tuple(sum(column) for column in zip(*confusion, strict=True)),
-            version=max(a.version for a in answers),
+            version=min(a.version for a in answers),
         )

@@ -164,7 +164,8 @@ class Evaluator:
             assert channel.answer is not None
             np.copyto(self._parameters[channel.span.slice(self._origin)], channel.answer.payload)
             effects += channel.give_back(now)
-        self._version = max((channel.version for channel in self._channels), default=0)
+        # That of the oldest: no update up to it is missing.
+        self._version = min((channel.version for channel in self._channels), default=0)
         self._n_batches = self._measure.begin(asked.part, asked.of)
         self._fetched = True
         return effects
