@@ -711,6 +711,25 @@ def test_sgd_is_one_replica() -> None:
     assert parse(text.replace("replicas: 2\n", "")).replicas == 1
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("units: 256", "units: &a "),
+        ("units: 256", "units: *a"),
+        ("type: dense, units: 256", "type: lcn, window: *a"),
+        ("type: dense, units: 256", "type: conv2d, maps: 2, kernel: !x "),
+    ],
+)
+def test_a_value_that_is_no_plain_one_is_told_once_and_checked_no_further(
+    old: str, new: str
+) -> None:
+    """The checks of layers once met what stands for a value that could not be read."""
+    assert old in EXAMPLE
+    with pytest.raises(ExperimentError) as caught:
+        parse(EXAMPLE.replace(old, new, 1))
+    assert [p.key for p in caught.value.problems if "network.layers.0" in p.key]
+
+
 def test_checks_between_keys_come_with_the_other_problems() -> None:
     text = EXAMPLE.replace("replicas: 2", "replicas: 2\nmin_replicas: 3").replace(
         "seed: 7", "seed: x"

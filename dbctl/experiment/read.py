@@ -207,7 +207,8 @@ class _Reader:
             elif name not in meant:
                 message = f"is required and missing: expected {expected(field.annotation)}"
                 self.refuse(tree.place, below, message)
-        if len(self.problems) > n_problems:
+        # A value may have been refused before: as an anchor, an alias, a tag.
+        if len(self.problems) > n_problems or any(v is _FAILED for v in given.values()):
             return _FAILED
         return spec(**given)
 
