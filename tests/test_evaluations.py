@@ -31,7 +31,7 @@ def test_answers_are_summed_over_the_evaluators() -> None:
         "loss": 12 / 40,
         "accuracy": 8 / 40,
         "top5": 16 / 40,
-        "version": 4,
+        "version": 3,
     }
     assert measured.confusion == (8, 2, 4, 6)
     assert not evaluations.busy

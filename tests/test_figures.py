@@ -34,17 +34,21 @@ def test_steps_are_the_sum_over_replicas_and_begin_where_they_stood() -> None:
     assert figures.steps == 11
 
 
-def test_epochs_are_passes_weighted_by_rows_of_the_replicas_that_live() -> None:
+def test_epochs_are_passes_of_all_replicas_weighted_by_rows_and_a_death_is_no_jump() -> None:
     figures = make()
     figures.report(0.0, 0, report(7, 2, 1))
     figures.report(0.0, 1, report(4, 4, 0))
-    assert figures.epochs == pytest.approx((30 * (2 + 1 / 3) + 10 * 4) / 40)
+    before = figures.epochs
+    assert before == pytest.approx((30 * (2 + 1 / 3) + 10 * 4) / 40)
+    assert figures.reachable_epochs(10) == 10
     figures.dead.add(0)
-    assert figures.epochs == 4
+    assert figures.epochs == before
     assert figures.left_out() == {0: 30}
     assert figures.steps == 11  # what it did was done
+    figures.report(1.0, 1, report(10, 10, 0))
+    assert figures.epochs == figures.reachable_epochs(10) > before  # the bar ends at its end
     figures.dead.add(1)
-    assert figures.epochs == pytest.approx((30 * (2 + 1 / 3) + 10 * 4) / 40)  # not none
+    assert figures.epochs == pytest.approx((30 * (2 + 1 / 3) + 10 * 10) / 40)  # not none
 
 
 def test_examples_at_a_cut_that_is_ahead_of_the_reports_or_behind_them() -> None:

@@ -66,7 +66,7 @@ class Summary:
 def describe_place(snapshot: Snapshot) -> str:
     """Epochs and steps done, with their limits where they are set."""
     s = snapshot
-    epochs = f"/{s.total_epochs:g}" if s.total_epochs else ""
+    epochs = f"/{round(s.total_epochs, 2):g}" if s.total_epochs else ""
     steps = f"/{s.total_steps:,}" if s.total_steps else ""
     return f"epoch {s.epochs:.2f}{epochs}  step {s.steps:,}{steps}"
 

@@ -6,7 +6,7 @@ Rules of this file: pure. Reports are totals; everything here is a sum or a diff
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,15 +116,21 @@ class Figures:
 
     @property
     def epochs(self) -> float:
-        """Passes over the rows of the replicas that live (if none: of all), weighted by rows."""
-        rows = passes = 0.0
-        left_out = self.dead if len(self.dead) < len(self._parts) else set()
-        for replica, part in self._parts.items():
-            if part.rows and replica not in left_out:
-                at = self.position(replica)
-                rows += part.rows
-                passes += part.rows * (at.epoch + at.index / part.steps_per_epoch)
-        return passes / rows if rows else 0.0
+        """Passes over all rows, a dead replica's with what it did: a death is no jump."""
+        return self._weighted(self._passes)
+
+    def reachable_epochs(self, wanted: float) -> float:
+        """What `epochs` will be once each living replica has done `wanted` passes."""
+        return self._weighted(lambda r: self._passes(r) if r in self.dead else wanted)
+
+    def _passes(self, replica: int) -> float:
+        at = self.position(replica)
+        return at.epoch + at.index / self._parts[replica].steps_per_epoch
+
+    def _weighted(self, value: Callable[[int], float]) -> float:
+        """The mean over the replicas by their rows."""
+        held = {replica: part.rows for replica, part in self._parts.items() if part.rows}
+        return sum(n * value(replica) for replica, n in held.items()) / max(1, sum(held.values()))
 
     def loss(self, *, last_epoch: bool) -> float | None:
         """Mean training loss: of each replica's last whole epoch, or of the one in hand."""

@@ -119,7 +119,7 @@ class RunRecords:
             steps=figures.steps,
             total_steps=stop.steps,
             epochs=figures.epochs,
-            total_epochs=stop.epochs,
+            total_epochs=figures.reachable_epochs(stop.epochs) if stop.epochs else None,
             loss=figures.loss(last_epoch=False),
             test_accuracy=figures.test_accuracy,
             examples=figures.examples,
