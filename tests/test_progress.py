@@ -24,6 +24,7 @@ from dbctl.progress.stream import MAX_WAITING, Stream
 from dbctl.progress.text import (
     Snapshot,
     Summary,
+    describe_bar,
     describe_duration,
     describe_summary,
     to_json,
@@ -283,7 +284,8 @@ def test_a_terminal_has_one_bar_that_is_drawn_over_itself() -> None:
     assert any(frame.startswith("epoch 1.50/20  step 250/1,000  25%|█████  ") for frame in frames)
     assert "step 500/1,000  50%|██████████          |" in frames[-1]
     assert "loss 0.4123  accuracy 95.30 %  7,012 examples/s  staleness 1.02" in frames[-1]
-    assert frames[-1].endswith("eta 0:02")
+    assert frames[-1].endswith("fetch wait 12 %")  # the time left is of no use any more
+    assert any(frame.endswith("eta 0:02") for frame in frames)
     assert text.count("\n") == 1  # left on the screen at the end, once
     assert results == [describe_summary(SUMMARY)]
 
@@ -291,6 +293,54 @@ def test_a_terminal_has_one_bar_that_is_drawn_over_itself() -> None:
 def test_a_narrow_terminal_cuts_the_bar_and_never_wraps() -> None:
     text, _ = on_terminal(columns=60, clock=Clock(), snapshots=[SNAPSHOT])
     assert all(len(frame) <= 60 for frame in text.replace("\n", "\r").split("\r"))
+
+
+@pytest.mark.parametrize("replicas_live", [2, 1])
+@pytest.mark.parametrize("steps", [250, 12_345])
+def test_eighty_columns_hold_every_figure_that_matters(replicas_live: int, steps: int) -> None:
+    """The bar and the rest give way; nothing is cut in the middle."""
+    snapshot = replace(
+        SNAPSHOT, steps=steps, total_steps=None, total_epochs=20, replicas_live=replicas_live
+    )
+    text, _ = on_terminal(columns=80, clock=Clock(), snapshots=[snapshot])
+    frame = [frame.rstrip() for frame in text.split("\r") if frame.strip()][-1]
+    assert len(frame) < 80
+    for figure in (f"step {steps:,}", "1.50/20", "loss 0.4123", "acc 95.3%", "7,012 ex", "1.02"):
+        assert figure in frame
+    assert ("1/2 live" in frame) == (replicas_live == 1)
+
+
+def test_the_fields_go_by_rank_and_the_place_stays() -> None:
+    for columns in range(10, 200):
+        line = describe_bar(SNAPSHOT, columns=columns, elapsed="0:10", eta="eta 0:02")
+        assert len(line) < columns
+        assert "  , " not in line
+        shown = [word in line for word in ("ep", "loss", " acc", " ex", "stale", "eta")]
+        assert shown == sorted(shown, reverse=True)
+        assert "loss 0.4123" in line or columns < 39
+    assert all(shown)
+    assert "|█████               |" in line
+
+
+def test_a_terminal_without_a_width_gets_plain_lines() -> None:
+    text, _ = on_terminal(columns=0, clock=Clock(), snapshots=[SNAPSHOT])
+    assert text.startswith("epoch 1.50/20  step 250/1,000  loss 0.4123")
+    assert "\r" not in text.replace("\r\n", "")
+
+
+def test_after_an_interrupt_no_time_left_is_shown() -> None:
+    clock, err = Clock(), io.StringIO()
+    display = make_display(json=False, stderr_is_tty=True, out=io.StringIO(), err=err, clock=clock)
+    for steps in (250, 500):
+        display.progress(replace(SNAPSHOT, steps=steps))
+        clock.now += 1
+    assert "eta 0:0" in err.getvalue()
+    at = len(err.getvalue())
+    display.event("stopping", "stopping")
+    display.progress(replace(SNAPSHOT, steps=600))
+    display.finished(SUMMARY)
+    assert "eta" not in err.getvalue()[at:]
+    assert "600/1,000" in err.getvalue()[at:]
 
 
 def test_events_push_the_bar_up() -> None:

@@ -21,6 +21,7 @@ from dbctl.progress.stream import Stream
 from dbctl.progress.text import (
     Snapshot,
     Summary,
+    describe_bar,
     describe_duration,
     describe_figures,
     describe_place,
@@ -71,7 +72,7 @@ def make_display(
     out_stream, err_stream = Stream(out or sys.stdout), Stream(err or sys.stderr)
     if json:
         return JsonDisplay(out_stream, quiet=quiet, clock=clock)
-    if stderr_is_tty and not quiet:
+    if stderr_is_tty and not quiet and err_stream.columns() > 0:
         return BarDisplay(out_stream, err_stream, clock=clock)
     return LineDisplay(out_stream, err_stream, quiet=quiet, clock=clock)
 
@@ -115,20 +116,33 @@ class BarDisplay:
         self._err = err
         self._pace = _Pace(BAR_S, clock)
         self._eta = _Eta(clock)
+        self._clock = clock
+        self._began = clock()
         self._bar: Any = None
+        self._newest: Snapshot | None = None
+        self._is_ending = False
 
     def progress(self, snapshot: Snapshot) -> None:
+        self._newest = snapshot
         if not self._pace.due():
             return
         if self._bar is None:
-            self._bar = _new_bar(self._err, bounded=snapshot.fraction is not None)
-        figures = f"{describe_figures(snapshot)}  {self._eta.text(snapshot)}".rstrip()
-        self._bar.n = snapshot.fraction or 0.0
-        self._bar.set_description_str(describe_place(snapshot), refresh=False)
-        self._bar.set_postfix_str(figures, refresh=False)
-        self._bar.refresh()
+            self._began = self._clock()
+            self._bar = _new_bar(self._err)
+        self._draw(snapshot, eta=self._eta.text(snapshot))
+
+    def _draw(self, snapshot: Snapshot, *, eta: str) -> None:
+        line = describe_bar(
+            snapshot,
+            columns=self._err.columns() or 80,
+            elapsed=describe_duration(self._clock() - self._began),
+            eta="" if self._is_ending else eta,
+        )
+        self._bar.set_description_str(line, refresh=True)
 
     def event(self, name: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
+        if name == "stopping":  # what was left to do is not done any more
+            self._is_ending = True
         self._above(lambda: self._lines.event(name, text, fields))
 
     def warn(self, text: str) -> None:
@@ -147,10 +161,15 @@ class BarDisplay:
             self._bar.clear()
         show()
         if self._bar is not None:
-            self._bar.refresh()
+            assert self._newest is not None
+            self._draw(self._newest, eta=self._eta.text(self._newest))
 
     def _end_bar(self) -> None:
+        """The newest figures stay on the screen, and no time left."""
         if self._bar is not None:
+            assert self._newest is not None
+            self._is_ending = True
+            self._draw(self._newest, eta="")
             self._bar.close()
             self._bar = None
 
@@ -220,17 +239,11 @@ class _Eta:
         return f"eta {describe_duration((1 - fraction) * passed / done)}" if done > 0 else ""
 
 
-def _new_bar(err: Stream, *, bounded: bool) -> Any:
-    """A tqdm bar over 0 to 1 (unbounded: text only), drawn when told to and never else."""
+def _new_bar(err: Stream) -> Any:
+    """A tqdm line, drawn over itself when told to and never else; what it says is ours."""
     from tqdm import tqdm
 
     # tqdm would make a named semaphore, for processes that share a bar, and a thread that redraws.
     tqdm.set_lock(threading.RLock())
     tqdm.monitor_interval = 0
-    bar = "{percentage:3.0f}%|{bar:20}| " if bounded else ""
-    return tqdm(
-        total=1.0 if bounded else None,
-        file=err,
-        bar_format="{desc} " + bar + "{elapsed}  {postfix}",
-        dynamic_ncols=True,
-    )
+    return tqdm(total=None, file=err, bar_format="{desc}", dynamic_ncols=True)

@@ -69,6 +69,13 @@ class Stream:
     def isatty(self) -> bool:
         return self._open and self._raw.isatty()
 
+    def columns(self) -> int:
+        """The terminal's width: 0 where it does not say one; 80 where there is no descriptor."""
+        try:
+            return os.get_terminal_size(self._raw.fileno()).columns
+        except (OSError, ValueError):
+            return 80
+
     def fileno(self) -> int:
         return self._raw.fileno()  # tqdm asks for the terminal's width
 

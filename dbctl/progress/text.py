@@ -14,6 +14,8 @@ from typing import Any
 
 from dbctl.process import escape_line
 
+_LONG = ("accuracy", "examples/s", "staleness")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
@@ -63,28 +65,63 @@ class Summary:
     notes: tuple[str, ...] = ()
 
 
-def describe_place(snapshot: Snapshot) -> str:
+def describe_place(snapshot: Snapshot, *, short: bool = False) -> str:
     """Epochs and steps done, with their limits where they are set."""
     s = snapshot
     epochs = f"/{round(s.total_epochs, 2):g}" if s.total_epochs else ""
     steps = f"/{s.total_steps:,}" if s.total_steps else ""
-    return f"epoch {s.epochs:.2f}{epochs}  step {s.steps:,}{steps}"
+    word, gap = ("ep", " ") if short else ("epoch", "  ")
+    return f"{word} {s.epochs:.2f}{epochs}{gap}step {s.steps:,}{steps}"
 
 
 def describe_figures(snapshot: Snapshot) -> str:
-    """The figures, the most wanted first: a narrow terminal cuts the tail."""
+    """All figures that are known."""
+    return "  ".join(text for _, text in _figures(snapshot, short=False))
+
+
+def describe_bar(snapshot: Snapshot, *, columns: int, elapsed: str, eta: str) -> str:
+    """The line of a terminal of `columns`: the bar shrinks first, then words, then fields go.
+
+    The last to go are place, loss, accuracy, speed and staleness.
+    """
+    line = ""
+    for short, cells in ((False, 20), (False, 8), (True, 8), (True, 0)):
+        parts = [(0, describe_place(snapshot, short=short))]
+        if snapshot.fraction is not None:
+            parts.append((6, _gauge(snapshot.fraction, cells)))
+        parts.append((8, elapsed))
+        parts += [*_figures(snapshot, short=short), (5, eta)]
+        for least in range(9, -1, -1):
+            line = (" " if short else "  ").join(t for rank, t in parts if t and rank <= least)
+            if len(line) < columns:
+                break
+        if least >= (5 if short else 6):
+            break
+    return line[: max(0, columns - 1)]
+
+
+def _gauge(fraction: float, cells: int) -> str:
+    full = int(fraction * cells)
+    return f"{100 * fraction:.0f}%" + (f"|{'█' * full:{cells}}|" if cells else "")
+
+
+def _figures(snapshot: Snapshot, *, short: bool) -> list[tuple[int, str]]:
+    """Each with its rank: on a narrow terminal the greatest goes first."""
     s = snapshot
-    parts = [f"loss {_number(s.loss)}"]
+    accuracy, speed, stale = ("acc", "ex/s", "stale") if short else _LONG
+    parts = [(1, f"loss {_number(s.loss)}")]
     if s.test_accuracy is not None:
-        parts.append(f"accuracy {_percent(s.test_accuracy, 2)}")
-    parts.append(f"{s.examples_per_second:,.0f} examples/s")
+        share = _percent(s.test_accuracy, 1 if short else 2)
+        parts.append((2, f"{accuracy} {share.replace(' ', '') if short else share}"))
+    parts.append((3, f"{s.examples_per_second:,.0f} {speed}"))
     if s.staleness_mean is not None:
-        parts.append(f"staleness {s.staleness_mean:.2f}")
+        parts.append((4, f"{stale} {s.staleness_mean:.2f}"))
     if s.fetch_wait_share is not None:
-        parts.append(f"fetch wait {_percent(s.fetch_wait_share, 0)}")
+        parts.append((9, f"fetch wait {_percent(s.fetch_wait_share, 0)}"))
     if s.replicas_live < s.replicas:
-        parts.append(f"{s.replicas_live} of {s.replicas} replicas")
-    return "  ".join(parts)
+        of, what = ("/", "live") if short else (" of ", "replicas")
+        parts.append((4, f"{s.replicas_live}{of}{s.replicas} {what}"))
+    return parts
 
 
 def describe_summary(summary: Summary) -> str:
