@@ -58,6 +58,9 @@ class Figures:
         self._ended = self._ended if self._ended is not None else now
 
     def report(self, now: float, replica: int, report: Report) -> None:
+        before = self._reports.get(replica)
+        if before is not None and before.position > report.position:
+            return  # overtaken on its way: totals only grow
         self._measure_rate(now, replica, report)
         self._reports[replica] = report
         self._window.append((now, self.examples))

@@ -90,7 +90,7 @@ class Shard:
         self._slices = _slices(start, allocate=allocate, handouts=self._handouts)
         self.term = start.term
         self._clients: dict[str, _Client] = {}
-        self._queue: deque[tuple[_Client, Push]] = deque()
+        self._queue: deque[tuple[_Client, Slice, Push]] = deque()
         self._cuts: dict[int, int] = {}  # slice -> number of its last cut
         self._cut_parts: list[CutPart] = []
         self._updates = 0
@@ -189,7 +189,7 @@ class Shard:
     def _forget(self, client: _Client) -> None:
         """Its hand-outs are back, what it has queued is dropped."""
         self._handouts.forget(client.peer)
-        self._queue = deque((c, push) for c, push in self._queue if c is not client)
+        self._queue = deque(filed for filed in self._queue if filed[0] is not client)
         client.filed = client.applied
         client.answer = client.waiting = None
 
@@ -241,7 +241,7 @@ class Shard:
         if push.seq == client.filed + 1 and found is not None and found.fits(push):
             client.filed = push.seq
             client.slice = found
-            self._queue.append((client, push))
+            self._queue.append((client, found, push))
         return []
 
     # ------------------------------------------------------------------------------------ work
@@ -263,22 +263,18 @@ class Shard:
     def _next(self) -> tuple[int, Buffer] | None:
         """The first filed push whose slice can be written: its place in the queue, and where to."""
         tried: set[int] = set()
-        for place, (client, _) in enumerate(self._queue):
-            assert client.slice is not None
-            start = client.slice.span.start
-            if start in tried:
+        for place, (_, held, _) in enumerate(self._queue):
+            if held.span.start in tried:
                 continue
-            tried.add(start)
-            target = client.slice.writable()
+            tried.add(held.span.start)
+            target = held.writable()
             if target is not None:
                 return place, target
         return None
 
     def _apply(self, now: float, place: int, target: Buffer) -> Effects:
-        client, push = self._queue[place]
+        client, held, push = self._queue[place]
         del self._queue[place]
-        held = client.slice
-        assert held is not None
         staleness = max(0, held.version - push.base)
         self._bytes_in += push.payload.nbytes
         if is_finite(push.payload):
