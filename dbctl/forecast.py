@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dbctl.errors import PlanError
 from dbctl.experiment.specs import DownpourSpec, Experiment
 from dbctl.model.costs import ITEM_BYTES, LayerCosts, costs_of, imbalance
-from dbctl.model.cut import NetworkCut, cut_network
+from dbctl.model.cut import NetworkCut, cut_fault, cut_network
 
 MAX_COLUMNS = 8  # partitions whose figures are listed one by one
 
@@ -83,6 +83,10 @@ class Table:
 
 def cuts_of(experiment: Experiment, counts: Sequence[int]) -> list[NetworkCut]:
     """One cut for each count. PlanError: the network cannot be cut into so many."""
+    for count in counts:
+        fault = cut_fault(experiment.network, count=count, grid=None)
+        if fault is not None:
+            raise PlanError(f"--partitions {count}: {fault[1]}")
     return [cut_network(experiment.network, count=count) for count in counts]
 
 

@@ -106,10 +106,13 @@ class Plan:
         yield f"a step      fetches {_size(fetched)} and pushes {_size(pushed)} a replica"
         yield f"rows        {', '.join(f'{n:,}' for n in self.rows)} (one figure a replica)"
         yield ""
-        yield f"{'node':<14}{'host':<12}{'threads':>7}{'memory':>12}  what"
+        node_width = 2 + max(12, *(len(node.node) for node in self.nodes))
+        host_width = 2 + max(10, *(len(node.host) for node in self.nodes))
+        yield f"{'node':<{node_width}}{'host':<{host_width}}{'threads':>7}{'memory':>12}  what"
         for node in self.nodes:
             memory = _size(node.memory_bytes)
-            yield f"{node.node:<14}{node.host:<12}{node.threads:>7}{memory:>12}  {node.what}"
+            where = f"{node.node:<{node_width}}{node.host:<{host_width}}"
+            yield f"{where}{node.threads:>7}{memory:>12}  {node.what}"
 
 
 def make_plan(

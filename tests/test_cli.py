@@ -132,13 +132,13 @@ def test_a_node_is_told_apart_before_click_is_imported(word: str, module: str) -
 def test_validate_a_good_file(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", good]) == 0
     out, err = capsys.readouterr()
-    assert out == f"{good}: ok: größe: sgd, 1 layers, 1 replicas, 1 shards\n"
+    assert out == f"{good}: ok: größe: sgd, 1 layer, 1 replica, 1 shard\n"
     assert err == ""
 
 
 def test_validate_takes_overrides(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", good, "--set", "shards=3", "--set", "name=on"]) == 0
-    assert ": ok: on: sgd, 1 layers, 1 replicas, 3 shards" in capsys.readouterr().out
+    assert ": ok: on: sgd, 1 layer, 1 replica, 3 shards" in capsys.readouterr().out
 
 
 def test_validate_prints_every_problem(good: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,6 +286,7 @@ def test_npz_written_by_another_method(tmp_path: Path) -> None:
         ("a,y\n1,2\n\n3\n", "y", "line 4: expected 2 columns as in the first line, found 1"),
         ("a,y\n1,2\n3,4,5\n", "y", "line 3: expected 2 columns"),
         ("a,y\n1,2\nx,4\n", "y", "line 3, column 0 (from 0): expected a number, found 'x'"),
+        ("a,y\n1,cat\n", "y", "found 'cat'; mend that line (classes that are text: number them"),
         ("a,y\n1,2\n,4\n", "y", "line 3, column 0 (from 0): expected a number, found ''"),
         ("1,2\n1_0,4\n", 1, "line 2, column 0 (from 0): expected a number, found '1_0'"),
         ("a,y\n1,2\n", "z", "expected one column 'z' in the first line, found 0 among 'a', 'y'"),

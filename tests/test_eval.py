@@ -234,6 +234,15 @@ def test_a_device_is_never_replaced_and_a_link_stays_one(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe", "target"]
 
 
+def test_a_file_that_cannot_be_made_is_called_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = r"^none/p\.csv: cannot be written: no such file or directory$"
+    with pytest.raises(UsageError, match=said):
+        PredictionsFile(Path("none/p.csv"), 1, labelled=True)
+
+
 def test_more_rows_than_a_block(tmp_path: Path) -> None:
     n = 25_001
     with PredictionsFile(tmp_path / "p.csv", n, labelled=True) as file:

@@ -789,6 +789,7 @@ def test_an_override_mends_the_file() -> None:
             "rate: unknown key here; it belongs under `network.layers` or under `optimizer.rule`",
         ),
         ("replicas=x", "--set replicas=x: replicas: expected a whole number of at least 1"),
+        ("stop.epochs=", "--set stop.epochs=: stop: expected at least one of epochs"),
         ('replicas="2"', "write it without quotes"),
         ("replicas.x=2", "replicas: expected a whole number of at least 1, found a mapping"),
         (

@@ -120,6 +120,13 @@ def test_the_text_of_the_plan() -> None:
     assert lines[-1].endswith("measures 20 rows every 1 epoch")
 
 
+def test_the_columns_are_as_wide_as_the_names() -> None:
+    cut = replace(experiment(), partition=PartitionSpec(count=12))
+    lines = list(make_plan(cut, rows=99, test_rows=20, cores=2).lines())
+    assert any(line.startswith("evaluator-0.11  localhost  ") for line in lines)
+    assert len({line.index("localhost") for line in lines[5:]}) == 1
+
+
 def test_a_node_spec_goes_through_json() -> None:
     spec = NodeSpec(
         run="r",

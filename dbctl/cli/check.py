@@ -15,10 +15,12 @@ from dbctl.process import escape_line
 def validate(file: str, overrides: tuple[str, ...]) -> None:
     """Check an experiment file: one line if it is good, else every problem and exit status 2."""
     from dbctl.experiment.read import load
+    from dbctl.progress.text import counted
 
     experiment = load(file, overrides)
-    what = f"{experiment.optimizer.type}, {len(experiment.network.layers)} layers"
-    sizes = f"{experiment.replicas} replicas, {experiment.shards} shards"
+    what = f"{experiment.optimizer.type}, {counted(len(experiment.network.layers), 'layer')}"
+    replicas = counted(experiment.replicas, "replica")
+    sizes = f"{replicas}, {counted(experiment.shards, 'shard')}"
     click.echo(escape_line(f"{file}: ok: {experiment.name}: {what}, {sizes}"))
 
 

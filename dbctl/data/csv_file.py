@@ -160,7 +160,8 @@ def _fault(path: str, lines: list[Line], n_columns: int) -> DataError:
                 return DataError(
                     path,
                     f"line {number}, column {column} (from 0): expected a number, "
-                    f"found {shown(field)}; mend that line",
+                    f"found {shown(field)}; mend that line (classes that are text: number them "
+                    f"from 0)",
                 )
     span = f"lines {lines[0][0]} to {lines[-1][0]}"
     return DataError(path, f"{span}: expected {n_columns} numbers a line, separated by commas")

@@ -71,7 +71,7 @@ def parse(
         reader = _Reader(os.path.abspath(directory), problems)
         experiment = reader.read(tree, Experiment, ())
         for fault in faults(reader.values):
-            reader.refuse(reader.place(fault.path, tree.place), fault.path, fault.message)
+            reader.refuse(reader.blamed(fault.path, tree.place), fault.path, fault.message)
         if not problems:
             assert isinstance(experiment, Experiment)
             return experiment
@@ -159,6 +159,13 @@ class _Reader:
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, default)
+
+    def blamed(self, path: Path, default: Place) -> Place:
+        """Where `path` is to be mended: the --set that emptied one of its keys, or its place."""
+        for below, place in self.places.items():
+            if below[:-1] == path and not place.line and self.values.get(below) is None:
+                return place
+        return self.place(path, default)
 
     def read(self, tree: Tree, annotation: Any, path: Path) -> Any:
         """The value of `tree` as `annotation`, or _FAILED."""

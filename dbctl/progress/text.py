@@ -142,6 +142,10 @@ def describe_summary(summary: Summary) -> str:
     return escape_line(" · ".join(parts))
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def describe_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

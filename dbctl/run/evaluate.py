@@ -32,6 +32,7 @@ from dbctl.plan import Plan, make_evaluation_plan
 from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.evaluations import Measured
+from dbctl.run.find import find
 from dbctl.run.nodes import Nodes
 from dbctl.run.predictions import PredictionsFile
 from dbctl.run.resume import check_network
@@ -46,7 +47,7 @@ from dbctl.run.setting import (
     new_run_id,
 )
 from dbctl.run.signals import Signals
-from dbctl.rundir import RunDir, open_
+from dbctl.rundir import RunDir
 from dbctl.wire import Exited
 
 Split = Literal["train", "test"]
@@ -107,9 +108,7 @@ def evaluate(
     logs = tempfile.mkdtemp(prefix="dbctl-eval-")
     try:
         with Signals() as signals:
-            found = _evaluate(
-                open_(Path(path)), request, signals, logs=logs, warn=warn, lease_s=lease_s
-            )
+            found = _evaluate(find(path), request, signals, logs=logs, warn=warn, lease_s=lease_s)
     except (LaunchError, RunError):
         with contextlib.suppress(OSError):
             os.rmdir(logs)  # only if it is empty: what is said may name a log

@@ -29,22 +29,26 @@ class PredictionsFile:
     """For `n_rows` rows; a context manager. UsageError where `path` cannot be written."""
 
     def __init__(self, path: Path, n_rows: int, *, labelled: bool) -> None:
+        self._given = path  # what the user knows it by
         path = self._path = Path(os.path.realpath(path))  # a link stays one
         self._labelled = labelled
         self._seen = np.zeros(n_rows, np.uint8)  # 2: twice or more
         if path.is_dir():
-            raise UsageError(f"{path}: is a directory; give --predictions the name of a file")
+            raise UsageError(
+                f"{self._given}: is a directory; give --predictions the name of a file"
+            )
         if path.exists() and not path.is_file():  # /dev/stdout would be replaced by a file
-            raise UsageError(f"{path}: not a file; give --predictions the name of a new one")
+            raise UsageError(f"{self._given}: not a file; give --predictions the name of a new one")
         try:
             self._file = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115
         except OSError as error:
-            raise UsageError(f"{path}: cannot be written: {reason(error)}") from error
+            error.filename = None  # it is of no file that the user knows
+            raise UsageError(f"{self._given}: cannot be written: {reason(error)}") from error
         try:
             os.posix_fallocate(self._file.fileno(), 0, max(1, n_rows) * RECORD.itemsize)
         except OSError as error:
             self._file.close()
-            raise UsageError(f"{path}: cannot be written: {reason(error)}") from error
+            raise UsageError(f"{self._given}: cannot be written: {reason(error)}") from error
         self._records: NDArray[Any] = np.memmap(self._file, RECORD, "r+", shape=(max(1, n_rows),))
 
     def __enter__(self) -> PredictionsFile:
@@ -71,7 +75,7 @@ class PredictionsFile:
             at_fault = np.flatnonzero(self._seen == count)
             if len(at_fault):
                 raise RunError(
-                    f"{self._path}: not written: the predictions of {len(at_fault):,} rows {fault}"
+                    f"{self._given}: not written: the predictions of {len(at_fault):,} rows {fault}"
                     f", the first is row {at_fault[0]}; run it again"
                 )
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
@@ -86,7 +90,7 @@ class PredictionsFile:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            raise RunError(f"{self._path}: cannot be written: {reason(error)}") from error
+            raise RunError(f"{self._given}: cannot be written: {reason(error)}") from error
 
     def _lines(self, start: int) -> list[str]:
         block = self._records[start : min(start + BLOCK_ROWS, len(self._seen))]

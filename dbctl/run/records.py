@@ -6,6 +6,7 @@ of metrics.jsonl has `event` and `time` (seconds of training, earlier lives of t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from dbctl.wire import Exited
 
 STATUS_S = 1.0
 STUCK_S = 30.0
+_STARTED = re.compile(r"incarnation \d+ of run \w+, pid \d+$")  # what each log begins with
 
 
 class RunRecords:
@@ -81,13 +83,14 @@ class RunRecords:
         )
 
     def node_died(self, name: str, exited: Exited) -> None:
-        log_path = self._run_dir.log_path(name)
         self.append("death", node=name, status=exited.status, word=exited.word)
+        if name.startswith("shard-"):
+            return  # the run ends by it, and its error says the same with more of the log
         text = f"{name} {describe_end(exited)}"
-        if exited.log_tail:
-            last = exited.log_tail.strip().splitlines()[-1]
-            text += f"; its log ends with: {last}"
-        self._display.warn(f"{text} (log: {log_path})")
+        said = [line for line in exited.log_tail.splitlines() if not _STARTED.search(line)]
+        if said and said[-1].strip():
+            text += f"; its log ends with: {said[-1].strip()}"
+        self._display.warn(f"{text} (log: {self._run_dir.log_path(name)})")
 
     def saved(self, saved: Saved) -> None:
         if saved.path is None:

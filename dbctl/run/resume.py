@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from dbctl.checkpoint.layout import Manifest, ReplicaRow
 from dbctl.checkpoint.reader import Checkpoint, newest_good
@@ -26,6 +25,7 @@ from dbctl.model.network import tensors
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
+from dbctl.run.find import find
 from dbctl.run.setting import (
     LEASE_S,
     STATISTICS,
@@ -38,7 +38,7 @@ from dbctl.run.setting import (
 )
 from dbctl.run.signals import Signals
 from dbctl.run.train import Life
-from dbctl.rundir import RunDir, open_
+from dbctl.rundir import RunDir
 from dbctl.wire import Position
 
 CHANGEABLE = (
@@ -83,7 +83,7 @@ def resume(
     UsageError: no run directory, one whose run is going on, or a key that may not change.
     CheckpointError: nothing was saved, nothing good was, or it is of another network or data.
     """
-    with Signals() as signals, open_(Path(path)) as run_dir:
+    with Signals() as signals, find(path) as run_dir:
         run_dir.lock()
         found = prepare(run_dir, overrides)
         for warning in found.warnings:
