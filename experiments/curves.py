@@ -3,7 +3,7 @@
     python experiments/curves.py RUN_DIR ... --out curves.svg
 
 Reads metrics.jsonl and resolved.yaml of each run directory. Needs matplotlib
-(`pip install dbctl[plot]`). Source of the form: Dean et al. 2012, figure 4.
+(`pip install '.[plot]' in a clone`). Source of the form: Dean et al. 2012, figure 4.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 Each experiment file (default: figure3, speech-paper and vision-paper) is predicted by `dbctl train
 --dry-run --partitions` from the speed of this machine, as if each partition had a core of its own,
 and measured by `dbctl train` for as many partitions as there are cores. A table goes to standard
-output and, with --csv, to a file; --png needs matplotlib (`pip install dbctl[plot]`).
+output and, with --csv, to a file; --png needs matplotlib (`pip install
+'.[plot]'` in a clone).
 
 Source: Dean et al. 2012, figure 3: mean time of one mini-batch of SGD, one replica on N machines.
 """
@@ -20,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -97,6 +99,8 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--png", type=Path)
     arguments = parser.parse_args()
+    if arguments.png and find_spec("matplotlib") is None:  # measuring takes minutes
+        parser.error("--png needs matplotlib: pip install '.[plot]'")
     measured = [int(word) for word in arguments.measure.split(",") if word]
     rows = rows_of(arguments.files, arguments.predict, measured)
     for row in rows:

@@ -5,10 +5,15 @@
     dbctl eval runs/speech --predictions frames.csv
     python experiments/speech_digits.py vote frames.csv [--out DIRECTORY]
 
-RECORDINGS.npz has `audio` (int16, 8 kHz, all recordings end to end), `length` (samples of each),
-`digit` and `index` of each: the layout of the Free Spoken Digit Dataset, by Zohar Jackson and
-contributors, https://github.com/Jakobovski/free-spoken-digit-dataset, licence CC BY-SA 4.0. Its
-official test set is index 0 to 4.
+The recordings are those of the Free Spoken Digit Dataset, by Zohar Jackson and contributors,
+https://github.com/Jakobovski/free-spoken-digit-dataset, licence CC BY-SA 4.0: WAV files named
+recordings/DIGIT_SPEAKER_INDEX.wav, one channel, 8 kHz, 16 bits. They are not shipped with dbctl.
+Its official test set is index 0 to 4. Put them, in any order, into RECORDINGS.npz as
+
+    audio    int16, (samples of all,): the recordings end to end
+    length   whole numbers, (recordings,): samples of each
+    digit    whole numbers, (recordings,): 0 to 9, the first part of each name
+    index    whole numbers, (recordings,): the last part of each name
 
 As in Dean et al. 2012, section 5, a row is 11 frames of 40 log-energies: frames of 25 ms every
 10 ms, triangular filters evenly spaced in mel, each recording's mean subtracted; the label is the

@@ -114,3 +114,15 @@ def test_figure_3_is_drawn(tmp_path: Path) -> None:
     code = f"import figure3, pathlib; figure3.draw({rows!r}, pathlib.Path({str(path)!r}))"
     subprocess.run([sys.executable, "-c", code], cwd=EXPERIMENTS, check=True)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_figure_3_asks_for_matplotlib_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure3 = script("figure3")
+    monkeypatch.setattr(figure3, "find_spec", lambda name: None)
+    monkeypatch.setattr(figure3, "rows_of", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(sys, "argv", ["figure3.py", "--png", "x.png"])
+    with pytest.raises(SystemExit):
+        figure3.main()
+    assert "pip install '.[plot]'" in capsys.readouterr().err
