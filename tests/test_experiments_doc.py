@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from dbctl.experiment.read import parse
 from dbctl.experiment.shape import fields_of, keys_below, shape_of
-from dbctl.experiment.specs import Every, Experiment
+from dbctl.experiment.specs import DigitsSource, Every, Experiment
+from dbctl.plan import make_plan
+from dbctl.run.setting import open_data
 
 TEXT = (Path(__file__).parent.parent / "docs" / "experiments.md").read_text(encoding="utf-8")
 HEAD = "| key | default | limits | meaning |\n|---|---|---|---|\n"
@@ -36,6 +39,21 @@ def defaults() -> set[tuple[str, str]]:
 
     visit(Experiment)
     return found
+
+
+def examples() -> list[str]:
+    return re.findall(r"^```yaml\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_examples_are_good_files_and_can_be_placed() -> None:
+    names = []
+    for text in examples():
+        experiment = parse(text)
+        names.append(experiment.name)
+        make_plan(experiment, rows=100, test_rows=10, cores=2)
+        if isinstance(experiment.data.train, DigitsSource):
+            open_data(experiment)  # of the shape that the network takes
+    assert names == ["mine", "digits-conv", "digits-cut"]
 
 
 def test_every_key_is_explained_and_no_other() -> None:
