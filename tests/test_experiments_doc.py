@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from dbctl.experiment.meanings import MEANINGS
 from dbctl.experiment.read import parse
+from dbctl.experiment.schema import schema
 from dbctl.experiment.shape import fields_of, keys_below, shape_of
 from dbctl.experiment.specs import DigitsSource, Every, Experiment
 from dbctl.plan import make_plan
@@ -20,6 +23,14 @@ def rows() -> list[tuple[str, str]]:
     tables = [text.split("\n\n")[0] for text in TEXT.split(HEAD)[1:]]
     found = re.findall(r"^\| `(\w+)` \|([^|]*)\|", "\n".join(tables), flags=re.MULTILINE)
     return [(key, default.strip()) for key, default in found]
+
+
+def meanings() -> set[tuple[str, str]]:
+    """(key, meaning) of every row, as plain text: links become their words."""
+    tables = [text.split("\n\n")[0] for text in TEXT.split(HEAD)[1:]]
+    found = re.findall(r"^\| `(\w+)` \|.*?\|.*?\|(.*)\|$", "\n".join(tables), flags=re.MULTILINE)
+    plain = [(key, re.sub(r": \[below\]\(#\w+\)", "", text)) for key, text in found]
+    return {(key, re.sub(r"\[(\w+)\]\(#\w+\)", r"\1", text).strip()) for key, text in plain}
 
 
 def defaults() -> set[tuple[str, str]]:
@@ -59,6 +70,32 @@ def test_the_examples_are_good_files_and_can_be_placed() -> None:
 def test_every_key_is_explained_and_no_other() -> None:
     short_form = {"amount", "unit"}  # an `Every` is always written as text
     assert {key for key, _ in rows()} == set(keys_below(Experiment)) - short_form
+
+
+def test_the_tables_say_what_an_editor_shows() -> None:
+    assert meanings() == {(key.rpartition(".")[2], text) for key, text in MEANINGS.items()}
+
+
+def test_every_key_of_the_schema_has_its_meaning() -> None:
+    n_keys = 0
+
+    def visit(part: Any) -> None:
+        nonlocal n_keys
+        if isinstance(part, dict):
+            for key, rule in part.get("properties", {}).items():
+                n_keys += 1
+                assert rule["description"] in {t for _, t in meanings()}, key
+        for inner in part.values() if isinstance(part, dict) else part:
+            if isinstance(inner, dict | list):
+                visit(inner)
+
+    whole = schema()
+    visit(whole)
+    assert n_keys > len(MEANINGS)
+    data = whole["properties"]["data"]["properties"]["train"]["anyOf"]
+    seeds = [one["properties"]["seed"] for one in data if "seed" in one["properties"]]
+    assert [seed["description"] for seed in seeds] == ["of the clusters; not the experiment's"]
+    assert "Experiment(" not in str(whole)
 
 
 def test_every_default_is_the_one_in_force() -> None:

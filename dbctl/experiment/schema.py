@@ -12,6 +12,7 @@ from typing import Any
 
 from annotated_types import MaxLen, MinLen
 
+from dbctl.experiment.meanings import meaning
 from dbctl.experiment.shape import fields_of, shape_of, spec_by_tag, tag_of
 from dbctl.experiment.specs import EVERY_PATTERN, EvaluateSpec, Every, Experiment
 
@@ -35,11 +36,15 @@ def _spec(spec: type) -> dict[str, Any]:
             properties[name] = {"const": tag.value}
         elif not field.required and isinstance(field.default, bool | int | float | str):
             properties[name]["default"] = field.default
+        properties[name]["description"] = meaning(spec, name)
         if field.required or (tag is not None and name == tag.key):
             required.append(name)
+    text = inspect.cleandoc(spec.__doc__ or "")
+    if text.startswith(f"{spec.__name__}("):  # what @dataclass writes where nobody did
+        text = ""
     return {
         "type": "object",
-        "description": inspect.cleandoc(spec.__doc__ or ""),
+        **({"description": text} if text else {}),
         "properties": properties,
         "required": required,
         "additionalProperties": False,
