@@ -271,10 +271,10 @@ def _tell(display: Display, found: Resumption) -> None:
     dropped = manifest.extra.get("dropped_pushes", 0)
     parts = [f"going on from step {manifest.step:,} ({path.name})"]
     if dropped:
-        parts.append(f"{dropped} pushes that not every shard had applied are dropped")
+        parts.append(f"pushes dropped, as not every shard had applied them: {dropped:,}")
     if found.rows_left_out:
         parts.append(
-            f"{len(manifest.rows)} replicas become {found.plan.experiment.replicas}: the begun "
+            f"replicas go from {len(manifest.rows)} to {found.plan.experiment.replicas}: the begun "
             f"epoch is cut short by {found.rows_left_out:,} rows"
         )
     fields = {
