@@ -63,7 +63,7 @@ def run_node(spec: NodeSpec) -> int:
         beat_s=beat_s(spec.lease_s),
         watch_fd=0,
         # Two of the largest payloads in assembly, where payloads do not go through shared memory.
-        assembly_bytes=max(64 << 20, 16 * max(s.stop - s.start for s in spec.shards)),
+        assembly_bytes=max(64 << 20, 16 * max((s.stop - s.start for s in spec.shards), default=0)),
         on_trouble=partial(log, spec.node),
     )
     link.start()
