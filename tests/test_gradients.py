@@ -24,6 +24,7 @@ from dbctl.optim.gradients import (
     local_step,
     norm,
     square_sum,
+    step_from,
 )
 from dbctl.optim.rules import SgdRuleSpec
 from dbctl.optim.updates import make_rule
@@ -224,3 +225,19 @@ def test_small_vectors_do_not_import_numba(monkeypatch: pytest.MonkeyPatch) -> N
     local_step(np.ones(10, "float32"), np.ones(10, "float32"), 0.1)
     with pytest.raises(AssertionError, match="asked for"):
         local_step(np.ones(10, "float32"), np.ones(10, "float32"), 0.1, fast=True)
+
+
+@pytest.mark.parametrize("n_gradients", [0, 1, 2, 3])
+@pytest.mark.parametrize("fast", [False, True])
+def test_step_from_has_the_bits_of_a_copy_and_a_step_for_each(n_gradients: int, fast: bool) -> None:
+    rng = np.random.default_rng(n_gradients)
+    n = (1 << 17) + 77  # a whole block and a rest
+    origin = rng.standard_normal(n).astype(np.float32)
+    gradients = [rng.standard_normal(n).astype(np.float32) for _ in range(n_gradients)]
+    origin.flags.writeable = False
+    expected = origin.copy()
+    for gradient in gradients:
+        local_step(expected, gradient, 0.3, fast=False)
+    found = np.full(n, np.nan, np.float32)
+    step_from(found, origin, gradients, rate=0.3, fast=fast)
+    assert found.tobytes() == expected.tobytes()

@@ -21,6 +21,7 @@ from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.initial import fill_initial
 from dbctl.model.network import tensors
 from dbctl.node.compute import EVALUATION_BATCH, NetworkGradient, NetworkMeasure, Share
+from dbctl.optim.gradients import prepare
 from dbctl.optim.schedules import rate_at
 from dbctl.optim.updates import make_rule
 from dbctl.plan import NodeSpec
@@ -128,6 +129,7 @@ def build_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> 
         replica=spec.replica,
         batch_size=batch_size,
     )
+    prepare(len(cut.span(spec.partition)), "float32")
     rule = optimizer.rule
     # `type: sgd` is one replica that blocks at each step (docs/paper.md, A2).
     if isinstance(optimizer, SgdSpec):

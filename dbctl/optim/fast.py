@@ -25,7 +25,7 @@ import numpy as np
 
 from dbctl.optim.blocks import AdamFactors, Array, Operands, Scalar
 
-FAST_FROM = 1 << 21  # elements
+FAST_FROM = 1 << 20  # elements
 
 
 @cache

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dbctl.optim.gradients import accrue, accrue_and_step, local_step
+from dbctl.optim.gradients import accrue, accrue_and_step, local_step, step_from
 from dbctl.region import Range
 from dbctl.roles.base import NEVER, Allocate, Array, Buffer, Effects, View
 from dbctl.roles.worker import Channel, Slots
@@ -120,20 +120,18 @@ class LocalCopy:
                 continue
             self._missing.discard(channel.shard)
             part = self.parameters[channel.span.slice(self._origin)]
-            np.copyto(part, answer.payload)
+            own = self._later_than(answer.holds, channel) if self._read_own else []
+            step_from(part, answer.payload, own, rate=self._rate(answer.version))
             self.bytes_fetched += part.nbytes
             effects += channel.give_back(now)
-            if self._read_own:
-                self._subtract_later(channel, answer.holds)
         return effects
 
-    def _subtract_later(self, channel: Channel, holds: int) -> None:
+    def _later_than(self, holds: int, channel: Channel) -> list[Array]:
+        """What this worker has done since its push `holds`: later pushes, and what is accrued."""
         later = self._slots.later_than(holds)
         if self.n_accrued and self._slot is not None:
             later.append(self._slot)
-        at, alpha = channel.span.slice(self._origin), self._rate(channel.version)
-        for buffer in later:
-            local_step(self.parameters[at], buffer.array[at], alpha)
+        return [buffer.array[channel.span.slice(self._origin)] for buffer in later]
 
     # -------------------------------------------------------------------------------- accruing
 
