@@ -96,7 +96,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     experiment["optimizer"].pop("warmstart")
     factories = {"worker": "slow_gradient"}
     with TrainRun(tmp_path, experiment, factories=factories) as run:
-        wait_for(lambda: run.metrics("worker"), "a begun run")
+        # What was fetched is being computed on: before that a halt needs nobody to wait.
+        wait_for(lambda: any(r["bytes_out"] for r in run.metrics("shard")), "a first fetch")
         run.signal(signal.SIGINT)
         time.sleep(1.0)
         assert run.process.poll() is None, "the first waits for the step in hand"
