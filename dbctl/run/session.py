@@ -91,6 +91,7 @@ class Session:
         self._n_signals = 0
         self._hurry = False
         self._awake_at = 0.0
+        self._slept_s = 0.0  # the longest that the loop stood still
 
     def run(
         self,
@@ -173,14 +174,19 @@ class Session:
     def _overslept(self, now: float) -> bool:
         """Ctrl-Z, or a machine that swaps: nobody renewed the nodes' lease, and they have ended."""
         asleep_s, self._awake_at = now - self._awake_at, now
+        if asleep_s > self._slept_s:
+            self._slept_s = asleep_s
         if asleep_s <= self._lease_s:
             return False
+        self._outcome = self._outcome or self._asleep(asleep_s)
+        return True
+
+    def _asleep(self, asleep_s: float) -> Outcome:
         reason = (
-            f"this process was stopped for {asleep_s:.1f} s, longer than the lease of"
+            f"this process was stopped for {asleep_s:.1f} s, as long as the lease of"
             f" {self._lease_s:g} s: its nodes have ended by themselves"
         )
-        self._outcome = self._outcome or Outcome(status="failed", reason=reason)
-        return True
+        return Outcome(status="failed", reason=reason)
 
     def _dispatch(self, peer: Peer, message: Message) -> None:
         now = _now()
@@ -240,6 +246,9 @@ class Session:
         if self._overslept(now):
             return
         error = self._agent_failure(now)
+        # An agent's lease counts from its last beat: it may run out in a little less than a lease.
+        if error is not None and self._slept_s > self._lease_s - 2 * beat_s(self._lease_s):
+            self._outcome = self._outcome or self._asleep(self._slept_s)
         if error is not None and self._outcome is None:
             reason = f"{error.node} ended: the run cannot go on without it"
             self._outcome = Outcome(status="failed", reason=reason, error=error)
