@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import msgspec
 
-from dbctl.wire import AnyMessage, Message, Peer
+from dbctl import wire
+from dbctl.wire import Message, Peer
+from dbctl.wire_batch import BatchMessage
+
+AnyMessage = wire.AnyMessage | BatchMessage
 
 PROTOCOL_VERSION = 1
 HEADER_BYTES = 64 << 10

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dbctl.envelope import (
     PROTOCOL_VERSION,
+    AnyMessage,
     Envelope,
     Inline,
     Shared,
@@ -23,7 +24,7 @@ from dbctl.envelope import (
     with_payload,
     without_payload,
 )
-from dbctl.wire import Ack, AnyMessage, Message, Params, Peer, Position
+from dbctl.wire import Ack, Message, Params, Peer, Position
 
 MESSAGES: list[type[Message]] = list(get_args(AnyMessage))
 PAYLOADS = [None, Shared(1, 2, 3, 4, 5, 6, "<f4"), Inline(7, 0, 2, 9, "<f8")]
