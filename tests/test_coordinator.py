@@ -8,15 +8,10 @@ import pytest
 
 from dbctl.experiment.specs import Every, StopSpec
 from dbctl.roles.base import NEVER, Done, Effects, Record, Save, Send
-from dbctl.roles.coordinator import (
-    MAX_REFUSED_IN_A_ROW,
-    RESEND_S,
-    Coordinator,
-    CoordinatorStart,
-    Phase,
-)
+from dbctl.roles.coordinator import MAX_REFUSED_IN_A_ROW, Coordinator, CoordinatorStart
 from dbctl.roles.figures import Part
 from dbctl.roles.grants import FIRST_GRANT_CUT
+from dbctl.roles.leader import RESEND_S, Phase
 from dbctl.wire import (
     Cut,
     CutPart,
