@@ -78,7 +78,10 @@ class Iterated:
 
     loss, gradient_norm: there (2-norm). step_length: alpha of x + alpha d; evaluations: so far in
     all. The line search started from `loss_before` with `slope_before` (d . g) and accepted
-    `slope`. `restarted`: the direction was the steepest descent because the history was dropped.
+    `slope`. `approximate`: the loss differs from `loss_before` by no more than rounding, so
+    sufficient decrease was judged by the slopes (optim/line_search.py); else the step meets the
+    strong Wolfe conditions as given here. `restarted`: the direction was the steepest descent
+    because the history was dropped.
     `state`: JSON values from which the method goes on exactly, given the vectors.
     """
 
@@ -90,6 +93,7 @@ class Iterated:
     loss_before: float
     slope_before: float
     slope: float
+    approximate: bool
     restarted: bool
     state: dict[str, Any]
 
