@@ -30,7 +30,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What one node is told at its start.
 
     `runtime` is the private 0700 directory for sockets, `agent` the endpoint of its host's agent.
-    `experiment` is the resolved experiment as JSON. `restore` is a checkpoint directory or "".
+    `experiment` is the resolved experiment as JSON. `restore` is a checkpoint directory or "";
+    `initialize` too, of another run, from which only the parameters are taken.
     """
 
     run: str
@@ -47,6 +48,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     partition: int = 0
     partners: tuple[tuple[int, str], ...] = ()  # the other partitions' nodes
     restore: str = ""
+    initialize: str = ""
     statistics: str = ""  # standardize: the run directory's file of means and deviations
     position: Position = BEGINNING
     split: str = "test"
@@ -104,6 +106,8 @@ class Plan:
         fetched, pushed = self.bytes_a_step()
         yield f"parameters  {self.n_parameters:,} in {len(self.tensors)} tensors"
         yield f"a step      fetches {_size(fetched)} and pushes {_size(pushed)} a replica"
+        if self.experiment.initialize_from is not None:
+            yield f"begin       with the parameters of {self.experiment.initialize_from}"
         yield f"rows        {', '.join(f'{n:,}' for n in self.rows)} (one figure a replica)"
         yield ""
         node_width = 2 + max(12, *(len(node.node) for node in self.nodes))

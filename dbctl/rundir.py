@@ -59,6 +59,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     started: str  # ISO 8601 with the offset from UTC
     control: str  # the controller's socket
     command: tuple[str, ...]
+    initialize_from: str | None = None  # DIRECTORY@STEP of another run
 
     @classmethod
     def of_this_process(cls, run: str, *, control: str, command: Sequence[str]) -> RunInfo:
@@ -271,8 +272,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 def _mend_tail(fd: int) -> None:
     """Takes off a last line that a kill cut; ends it where only the newline is missing."""
     size = os.fstat(fd).st_size
-    start = size
-    tail = b""
+    start, tail = size, b""
     while start and b"\n" not in tail:
         step = min(start, _BLOCK_BYTES)
         start -= step

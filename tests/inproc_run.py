@@ -24,6 +24,7 @@ from dbctl.plan import NodeSpec, Plan
 from dbctl.progress.text import Summary
 from dbctl.roles.base import Done, Effects, PlainBuffer, Record, Save
 from dbctl.roles.cuts import CompleteCut
+from dbctl.run.initial_run import settle
 from dbctl.run.resume import prepare
 from dbctl.run.saver import put_part
 from dbctl.run.setting import (
@@ -128,6 +129,7 @@ def begin(
     """The first life of a run of the experiment `text`, in a new run directory."""
     experiment = parse(text, overrides=["threads=1", *overrides])
     train, test = open_data(experiment)
+    experiment, initial = settle(experiment, warn=print)
     plan = plan_of(experiment, train, test)
     run_dir = create(directory, experiment.name)
     run_dir.write_experiment(text.encode())
@@ -135,7 +137,7 @@ def begin(
     run_dir.write_info(RunInfo.of_this_process("run", control="", command=[]))
     run_dir.close()
     keep_statistics(experiment, train, run_dir)
-    origin = Origin(positions=beginnings(experiment.replicas))
+    origin = Origin(initialize=initial, positions=beginnings(experiment.replicas))
     return run_dir, InprocRun(plan, run_dir, origin=origin, **more)
 
 

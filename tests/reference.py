@@ -177,14 +177,20 @@ def serial_mean_and_deviation(column: list[float]) -> tuple[float, float]:
 # ------------------------------------------------------------- serial SGD (rung 5 of the ladder)
 
 
-def serial_sgd(experiment: Experiment, steps: int) -> NDArray[np.float32]:
-    """Thirty lines of serial SGD: no role, no message, no shard. The flat parameters after it."""
+def serial_sgd(
+    experiment: Experiment, steps: int, *, begin: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """Thirty lines of serial SGD: no role, no message, no shard. The flat parameters after it.
+
+    `begin`: the parameters before it, instead of the seed's.
+    """
     spec, optimizer = experiment.network, experiment.optimizer
     source = open_source(experiment.data.train)
     rows = subset(source.rows, experiment.seed, replica=0, replicas=1)
     data = Dataset(source, experiment.data.train, rows=rows)
     n_parameters = tensors(spec)[-1].range.stop
     parameters = initial_values(spec, experiment.seed, Range(0, n_parameters))
+    parameters = parameters if begin is None else begin
     gradient = np.zeros_like(parameters)
     network = Network(spec, batch_size=optimizer.batch_size)
     done, epoch = 0, 0

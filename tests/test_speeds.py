@@ -124,7 +124,7 @@ def test_figures_that_make_no_line_give_the_rate_of_the_large_box(
 
 
 def test_a_dry_run_prints_plan_costs_and_times(file: str) -> None:
-    text = list(dry_run(file, [], partitions="1,2", as_json=False))
+    text = list(dry_run(file, [], partitions="1,2", as_json=False, warn=pytest.fail))
     assert text[0].startswith("parameters")
     assert any(line.startswith("2 partitions: each partition") for line in text)
     assert [line.split()[0] for line in text[-3:]] == ["partitions", "1", "2"]
@@ -132,12 +132,12 @@ def test_a_dry_run_prints_plan_costs_and_times(file: str) -> None:
 
 
 def test_with_json_it_is_one_object(file: str) -> None:
-    (line,) = dry_run(file, [], partitions="1,4", as_json=True)
+    (line,) = dry_run(file, [], partitions="1,4", as_json=True, warn=pytest.fail)
     found = json.loads(line)
     assert found["event"] == "plan"
     assert [table["count"] for table in found["forecast"]["partitions"]] == [1, 4]
     assert found["forecast"]["threads"] == 1
-    (plain,) = dry_run(file, [], partitions=None, as_json=True)
+    (plain,) = dry_run(file, [], partitions=None, as_json=True, warn=pytest.fail)
     assert "forecast" not in json.loads(plain)
     assert [node["node"] for node in json.loads(plain)["nodes"]] == ["shard-0", "worker-0.0"]
 
@@ -151,4 +151,4 @@ def test_a_bad_count_is_an_error_before_anything_is_measured(
 
     monkeypatch.setattr(module, "measure", measured)
     with pytest.raises((PlanError, ExperimentError)):
-        list(dry_run(file, [], partitions=counts, as_json=False))
+        list(dry_run(file, [], partitions=counts, as_json=False, warn=pytest.fail))

@@ -157,7 +157,7 @@ NOTHING_SAVED = (
 )
 
 
-def list_checkpoints(directory: Path) -> list[Path]:
+def checkpoints_by_step(directory: Path) -> dict[int, Path]:
     """The visible checkpoints in `checkpoints/`, newest first; none where it does not exist.
 
     One that a killed writer was about to replace counts as long as nothing has taken its place.
@@ -165,7 +165,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
     try:
         names = {path.name for path in Path(directory).iterdir()}
     except FileNotFoundError:
-        return []
+        return {}
     except OSError as error:
         raise CheckpointError(str(directory), f"cannot be read: {reason(error)}") from error
     found = {step: name for name in names if (step := step_of(name)) is not None}
@@ -173,7 +173,12 @@ def list_checkpoints(directory: Path) -> list[Path]:
         step = step_of(name.removeprefix(ASIDE))
         if step is not None:
             found.setdefault(step, name)
-    return [Path(directory) / found[step] for step in sorted(found, reverse=True)]
+    return {step: Path(directory) / found[step] for step in sorted(found, reverse=True)}
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """What `checkpoints_by_step` finds, without the steps."""
+    return list(checkpoints_by_step(directory).values())
 
 
 def newest_good(directory: Path, *, verify: bool = True) -> tuple[Checkpoint, list[str]]:

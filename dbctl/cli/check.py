@@ -22,6 +22,16 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
     replicas = counted(experiment.replicas, "replica")
     sizes = f"{replicas}, {counted(experiment.shards, 'shard')}"
     click.echo(escape_line(f"{file}: ok: {experiment.name}: {what}, {sizes}"))
+    if experiment.initialize_from is not None:
+        from dbctl.run.initial_run import absent
+
+        warn_absent(absent(experiment))
+
+
+def warn_absent(text: str) -> None:
+    """On stderr: what a run would need and is not there, which is no fault of the file."""
+    if text:
+        click.echo(f"warning: {escape_line(text)}", err=True)
 
 
 @click.command()

@@ -34,9 +34,12 @@ def train(
     if partitions is not None and not dry_run:
         raise click.UsageError("--partitions is for --dry-run")
     if dry_run:
+        from dbctl.cli.check import warn_absent
         from dbctl.run.dry import dry_run as print_plan
 
-        for line in print_plan(file, overrides, partitions=partitions, as_json=as_json):
+        for line in print_plan(
+            file, overrides, partitions=partitions, as_json=as_json, warn=warn_absent
+        ):
             click.echo(line)
         return 0
     display = make_display(json=as_json, stderr_is_tty=sys.stderr.isatty(), quiet=quiet)

@@ -13,6 +13,8 @@ MEANINGS = {
     "seed": "initial values, who has which rows, their order",
     "data": "what is trained on and measured on",
     "network": "its input, layers and loss",
+    "initialize_from": "the parameters begin as those of that run's newest good checkpoint, or "
+    "of the one of STEP; all else begins anew",
     "partition": "how one replica is cut over processes",
     "replicas": "how many train at once",
     "min_replicas": "with fewer alive the run ends as failed",

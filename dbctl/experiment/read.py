@@ -82,6 +82,16 @@ def parse(
     raise ExperimentError(problems)
 
 
+def locate(path: str, overrides: Sequence[str], key: str) -> Place:
+    """Where a key of the top level stands in a file that was read: for what only its use shows."""
+    problems: list[Problem] = []
+    tree = parse_tree(read_text(path), Place(path, 1, 1), problems)
+    if not isinstance(tree, Mapping):  # changed meanwhile
+        return Place(path)
+    apply_overrides(tree, overrides, problems)
+    return tree.items[key].place if key in tree.items else Place(path)
+
+
 class _Failed:
     """Stands for a value that could not be read; its problem is recorded."""
 
@@ -287,7 +297,9 @@ class _Reader:
 
         `..` is kept as it stands: taking it out would go wrong behind a symbolic link.
         """
-        if RelativeToFile() not in unwrap(annotation)[1] or not isinstance(value, str):
+        marks = [mark for member in alternatives(annotation) for mark in unwrap(member)[1]]
+        is_name = any(isinstance(mark, RelativeToFile) for mark in marks)
+        if not is_name or not isinstance(value, str):
             return value
         if "\0" in value:
             return self._wrong(tree, annotation, path)

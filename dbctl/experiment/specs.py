@@ -24,13 +24,19 @@ from dbctl.optim.rules import RuleSpec
 
 @dataclass(frozen=True)
 class RelativeToFile:
-    """Marks text that names a file: a relative one starts at the experiment file's directory."""
+    """Marks text that names a file: a relative one starts at the experiment file's directory.
+
+    `what` is what an error calls it.
+    """
+
+    what: str = "the name of a file"
 
 
 Count = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
 Text = Annotated[str, MinLen(1)]
 FileName = Annotated[str, MinLen(1), RelativeToFile()]
+RunName = Annotated[str, MinLen(1), RelativeToFile("a run directory, or DIRECTORY@STEP")]
 
 
 # ------------------------------------------------------------------------------------------ data
@@ -229,6 +235,7 @@ class Experiment:
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0
     data: DataSpec
     network: NetworkSpec
+    initialize_from: RunName | None = None
     partition: PartitionSpec = PartitionSpec()
     replicas: Count = 1
     min_replicas: Count = 1

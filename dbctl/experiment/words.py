@@ -47,8 +47,9 @@ def _member(annotation: Any) -> str:
             some = " of at least one" if MinLen(1) in metadata else ""
             return f"a list{some}, each {expected(args[0])}"
         return f"a list of {len(args)}, each {expected(args[0])}"
-    if RelativeToFile() in metadata:
-        return "the name of a file"
+    for mark in metadata:
+        if isinstance(mark, RelativeToFile):
+            return mark.what
     lengths = _lengths(metadata)
     bounds = [
         f"{words} {getattr(limit, name)}"

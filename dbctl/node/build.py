@@ -69,6 +69,9 @@ def build_shard(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> S
             # An evaluation may read a run of batch methods, which saves no such state.
             if name in checkpoint.manifest.vectors:
                 restore(vector, name, checkpoint, cut=cut, span=span)
+    elif spec.initialize:
+        checkpoint = open_checkpoint(Path(spec.initialize), verify=False)
+        restore(values, "parameters", checkpoint, cut=cut, span=span)
     else:
         begin(values, cut, span, seed=experiment.seed)
     scaling = isinstance(optimizer, DownpourSpec) and optimizer.staleness_scaling

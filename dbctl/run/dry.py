@@ -7,26 +7,35 @@ speeds of this machine are measured, about a second.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from dbctl.data.sources import open_source
 from dbctl.experiment.read import load
 from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
 from dbctl.plan import Plan
+from dbctl.run.initial_run import absent
 from dbctl.run.train import prepare
 
 
 def dry_run(
-    path: str, overrides: Sequence[str], *, partitions: str | None, as_json: bool
+    path: str,
+    overrides: Sequence[str],
+    *,
+    partitions: str | None,
+    as_json: bool,
+    warn: Callable[[str], None],
 ) -> Iterator[str]:
     """Lines of the plan and, for counts of partitions like `1,2,4`, of the forecast.
 
     DbctlError where the file, the data, the plan or a count is bad: before anything is measured.
+    `warn` is told where the run of `initialize_from` is not there yet.
     """
     counts = parse_counts(partitions) if partitions is not None else []
     plan = prepare(path, overrides)
     experiment = plan.experiment
+    if missing := absent(experiment):
+        warn(missing)
     if not counts:
         yield from [json.dumps(plan_object(plan))] if as_json else plan.lines()
         return
@@ -55,6 +64,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
         "parameters": plan.n_parameters,
         "bytes_fetched": fetched,
         "bytes_pushed": pushed,
+        "initialize_from": plan.experiment.initialize_from,
         "rows": plan.rows,
         "partitions": plan.cut.count,
         "nodes": [asdict(node) for node in plan.nodes],

@@ -19,9 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from dbctl.checkpoint.layout import step_of
-from dbctl.checkpoint.reader import Checkpoint, list_checkpoints, newest_good, open_checkpoint
-from dbctl.checkpoint.writer import ASIDE
+from dbctl.checkpoint.reader import Checkpoint, checkpoints_by_step, newest_good, open_checkpoint
 from dbctl.data.sources import Source, check, open_source
 from dbctl.errors import DbctlError, LaunchError, RunError, UsageError
 from dbctl.experiment.read import load
@@ -149,9 +147,9 @@ def _choose(run_dir: RunDir, request: Request, warn: Callable[[str], None]) -> C
         for warning in warnings:
             warn(warning)
         return checkpoint
-    found = {step_of(p.name.removeprefix(ASIDE)): p for p in list_checkpoints(run_dir.checkpoints)}
+    found = checkpoints_by_step(run_dir.checkpoints)
     if request.step not in found:
-        have = ", ".join(str(step) for step in sorted(s for s in found if s is not None))
+        have = ", ".join(map(str, reversed(found)))
         raise UsageError(
             f"--step {request.step}: there is no such checkpoint; there are {have or 'none'}"
         )

@@ -34,9 +34,13 @@ EVALUATOR_NICE = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a run goes on from: a checkpoint's directory and figures; the default is the start."""
+    """Where a run goes on from: a checkpoint's directory and figures; the default is the start.
+
+    `initialize` is the directory of another run's checkpoint: only parameters come from it.
+    """
 
     restore: str = ""
+    initialize: str = ""
     positions: Mapping[int, Position]
     examples: int = 0
     seconds: float = 0.0
@@ -172,6 +176,7 @@ def make_nodes(
             partition=node.partition,
             partners=_partners(plan, node),
             restore=origin.restore,
+            initialize=origin.initialize,
             statistics=str(statistics_path) if statistics_path.exists() else "",
             position=origin.positions.get(node.replica, BEGINNING),
             split=split,

@@ -11,17 +11,20 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from dbctl.checkpoint.layout import Facts, ReplicaRow
 from dbctl.data.sources import digest
-from dbctl.errors import DbctlError, LaunchError
-from dbctl.experiment.read import load
+from dbctl.errors import DbctlError, ExperimentError, LaunchError, UsageError
+from dbctl.experiment.read import load, locate
 from dbctl.experiment.resolve import to_yaml
 from dbctl.experiment.specs import Experiment
+from dbctl.experiment.tree import problem
 from dbctl.launch.base import make_runtime
 from dbctl.launch.local import LocalLauncher
 from dbctl.plan import Plan
@@ -30,6 +33,7 @@ from dbctl.progress.text import Summary
 from dbctl.roles.base import Save
 from dbctl.roles.coordinator import Coordinator
 from dbctl.roles.cuts import CompleteCut
+from dbctl.run.initial_run import settle
 from dbctl.run.records import RunRecords
 from dbctl.run.saver import Saver
 from dbctl.run.session import Outcome, Session
@@ -72,16 +76,32 @@ def train(
     with Signals() as signals:
         experiment = resolve_threads(load(path, overrides))
         train_data, test_data = open_data(experiment)
+        experiment, initial = _settled(experiment, path, overrides, warn=display.warn)
         plan = plan_of(experiment, train_data, test_data)
         directory = create(Path(run_dir) if run_dir else None, experiment.name)
         with directory:
             directory.write_experiment(Path(path).read_bytes())
             directory.write_resolved(to_yaml(experiment))
             keep_statistics(experiment, train_data, directory)
-            origin = Origin(positions=beginnings(experiment.replicas))
+            origin = Origin(initialize=initial, positions=beginnings(experiment.replicas))
             data = digest(experiment.data.train)
+            if initial:
+                text = f"parameters begin as those of {experiment.initialize_from}"
+                display.event("initialize", text, {"path": initial})
             life = Life(plan, directory, display, origin=origin, data=data)
             return life.run(signals, lease_s=lease_s, factories=factories)
+
+
+def _settled(
+    experiment: Experiment, path: str, overrides: Sequence[str], *, warn: Callable[[str], None]
+) -> tuple[Experiment, str]:
+    """What initialize_from is now; ExperimentError at its place where that cannot be used."""
+    try:
+        return settle(experiment, warn=warn)
+    except UsageError as error:
+        key = "initialize_from"
+        place = locate(path, overrides, key)
+        raise ExperimentError([problem(place, (key,), str(error))]) from error
 
 
 class Life:
@@ -120,7 +140,8 @@ class Life:
             records = RunRecords(self.run_dir, self.display, self.coordinator, now=time.monotonic)
             at_end.callback(records.close)
             info = RunInfo.of_this_process(self.run_id, control=runtime, command=sys.argv)
-            self.run_dir.write_info(info)
+            initialize_from = self.experiment.initialize_from
+            self.run_dir.write_info(replace(info, initialize_from=initialize_from))
             session = Session(
                 run=self.run_id,
                 runtime=runtime,
@@ -134,7 +155,12 @@ class Life:
                 save=self.save,
                 log_path=lambda node: str(self.run_dir.log_path(node)),
             )
-            records.append("start", run=self.run_id, restore=self.origin.restore or None)
+            records.append(
+                "start",
+                run=self.run_id,
+                restore=self.origin.restore or None,
+                initialize=self.origin.initialize or None,
+            )
             nodes = partial(
                 make_nodes,
                 self.plan,
