@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple, Protocol
 
 from dbctl.optim.batch import LineSearchSpec
@@ -186,7 +186,7 @@ class _Searches:
         direction = memory.direction()
         if direction is not None:
             slope = yield from _combine(direction.terms)
-            if slope < 0:
+            if -inf < slope < 0:
                 first = 1.0 if direction.scaled else self._first(slope)
                 step = yield from self._search(slope, first)
                 if step.outcome != FAILED:

@@ -40,6 +40,8 @@ _EXTRAPOLATE_MOST = 4.0
 
 
 class Point(NamedTuple):
+    """`value` is phi(alpha) - phi(0): a difference of close numbers is exact, their sum is not."""
+
     alpha: float
     value: float
     slope: float
@@ -71,7 +73,8 @@ class LineSearch:
         self.outcome: str | None = None
         self.reason = ""
         self.n_trials = 0
-        self._start = Point(0.0, value, slope)
+        self._value = value
+        self._start = Point(0.0, 0.0, slope)
         self._c1, self._c2, self._max_trials = c1, c2, max_trials
         self._noise = noise * abs(value)
         self._best = self._other = self._start
@@ -84,30 +87,34 @@ class LineSearch:
         """What was found at `alpha`; either may be NaN or infinite."""
         assert self.outcome is None
         self.n_trials += 1
-        if isfinite(value) and isfinite(slope):
-            self._judge(Point(self.alpha, value, slope))
+        finite = isfinite(value) and isfinite(slope)
+        if finite:
+            self._judge(Point(self.alpha, value - self._value, slope))
         else:
             self._step_back()
         if self.outcome is None and self.n_trials >= self._max_trials:
             self._fail(f"none of {self.n_trials} trials met the strong Wolfe conditions")
+        if self.outcome == FAILED and not finite:
+            self.reason += "; the last one was not finite"
+        elif self.outcome == FAILED and abs(value - self._value) <= self._noise:
+            self.reason += "; the loss changes by no more than its rounding"
 
     def _fail(self, reason: str) -> None:
         self.outcome, self.reason = FAILED, reason
 
-    def _sufficient(self, alpha: float) -> float:
-        return self._start.value + alpha * (self._c1 * self._start.slope)
+    def _sufficient(self, trial: Point) -> bool:
+        return trial.value <= trial.alpha * (self._c1 * self._start.slope)
 
     def _judge(self, trial: Point) -> None:
-        start = self._start
-        level = abs(trial.slope) <= -self._c2 * start.slope
-        if trial.value > self._sufficient(trial.alpha):
-            if abs(trial.value - start.value) <= self._noise:
-                mean_slope = (start.slope + trial.slope) / 2
-                trial = trial._replace(value=start.value + trial.alpha * mean_slope)
-                if level and trial.value <= self._sufficient(trial.alpha):
-                    self.outcome = APPROXIMATE
-        elif level:
-            self.outcome = ACCEPTED
+        start_slope = self._start.slope
+        level = abs(trial.slope) <= -self._c2 * start_slope
+        if self._sufficient(trial):
+            if level:
+                self.outcome = ACCEPTED
+        elif abs(trial.value) <= self._noise:
+            trial = trial._replace(value=trial.alpha * (start_slope + trial.slope) / 2)
+            if level and trial.slope <= (2 * self._c1 - 1) * start_slope:
+                self.outcome = APPROXIMATE
         if self.outcome is None:
             self._advance(trial)
 
@@ -117,12 +124,12 @@ class LineSearch:
             self._wall = min(self._wall, alpha)
         self.alpha = base + (0.5 if base else 0.1) * (alpha - base)
         if self.alpha in (base, alpha):
-            self._fail("no value beside the start is finite")
+            self._fail("the way back to the last finite value is closed")
 
     def _advance(self, trial: Point) -> None:
         """Choose the interval and the next alpha: the loop body of MINPACK-2's dcsrch."""
         tilt = self._c1 * self._start.slope
-        sufficient = trial.value <= self._sufficient(trial.alpha)
+        sufficient = self._sufficient(trial)
         if sufficient and trial.slope >= 0:
             self._stage_one = False
         if not self._stage_one or sufficient or trial.value > self._best.value:
