@@ -22,6 +22,7 @@ from dbctl.data.sources import Source
 from dbctl.experiment.specs import SourceSpec
 
 PREPARE_ROWS = 1024  # at once, when rows are prepared ahead
+PREFETCH_BYTES = 64 << 20  # at once: a bundle may be larger than the memory that is free
 
 
 @final
@@ -109,6 +110,15 @@ class Dataset:
                 raw = self._work[:n]
             out[...] = raw.T
         return out
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Rows `start` to `stop` will be wanted soon: mapped ones are read ahead, up to a limit.
+
+        Of own rows that are spread over a mapping nothing is done.
+        """
+        if isinstance(self._x, ArrayRows) and self._map is None:
+            limit = max(1, PREFETCH_BYTES // max(1, self._x.shape[1] * self._x.dtype.itemsize))
+            self._x.prefetch(start, min(stop, start + limit))
 
     def targets(self, indices: Indices) -> NDArray[Any]:
         """Rows `indices`: labels, int64 (n,), or targets (outputs, n) of the dataset's dtype."""

@@ -52,3 +52,13 @@ def batch_rows(order: Indices, index: int, batch_size: int) -> Indices:
     """The rows of mini-batch `index` of an epoch; the last one may be short, never empty."""
     assert 0 <= index < steps_per_epoch(len(order), batch_size), f"no mini-batch {index}"
     return order[index * batch_size : (index + 1) * batch_size]
+
+
+def sample_rows(n_rows: int, seed: int, *, sample: int, size: int) -> Indices:
+    """`size` of `n_rows` rows without repetition: the batch `sample` (from 1) of a batch method.
+
+    int64 (size,), rising, so that they are read from the front.
+    """
+    assert sample >= 1, f"no sample {sample}"
+    assert 1 <= size <= n_rows, f"a batch of {size} of {n_rows} rows"
+    return np.sort(permutation(n_rows, seed, f"sample {sample}")[:size])

@@ -12,9 +12,10 @@ its rows.
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import IO, Any, final
@@ -83,12 +84,33 @@ class ArrayRows(Rows):
         self.shape = (self.array.shape[0], self.array.shape[1])
         self.dtype = self.array.dtype
 
+    def prefetch(self, start: int, stop: int) -> None:
+        """Rows that will be wanted soon: the kernel reads ahead those of a mapped file."""
+        if self.mapped and self.array.flags.c_contiguous:
+            will_need(self.array[start:stop])
+
     def blocks(self) -> Iterator[Array]:
         for start in range(0, len(self), self.rows_a_block):
             yield self.array[start : start + self.rows_a_block]
 
     def take(self, indices: Indices) -> Array:
         return self.array.take(indices, axis=0)
+
+
+def will_need(array: Array) -> None:
+    """Asks the kernel to read the pages of a contiguous part of a mapping, without waiting.
+
+    Advice at most: where the system has none, or takes none, the pages are read when used.
+    """
+    mapping: Any = array
+    while mapping is not None and not isinstance(mapping, mmap.mmap):
+        mapping = getattr(mapping, "base", None)
+    if mapping is None or not array.size or not hasattr(mmap, "MADV_WILLNEED"):
+        return
+    offset = array.ctypes.data - np.frombuffer(mapping, np.uint8).ctypes.data
+    first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    with suppress(OSError, ValueError):
+        mapping.madvise(mmap.MADV_WILLNEED, first, offset + array.nbytes - first)
 
 
 @final

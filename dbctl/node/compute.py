@@ -44,18 +44,25 @@ class Share:
     """One partition's share of the network's passes, or all of it: one face for both."""
 
     def __init__(
-        self, cut: NetworkCut, partition: int, *, batch_size: int, allocate: Allocate
+        self,
+        cut: NetworkCut,
+        partition: int,
+        *,
+        batch_size: int,
+        allocate: Allocate,
+        dtype: str = "float32",
     ) -> None:
         self._cut = cut
         self._whole: Network | None = None
         self._part: PartNetwork | None = None
         if cut.count == 1:
-            self._whole = Network(cut.spec, batch_size=batch_size)
+            self._whole = Network(cut.spec, batch_size=batch_size, dtype=dtype)
         else:
             self._part = PartNetwork(
                 cut,
                 partition,
                 batch_size=batch_size,
+                dtype=dtype,
                 outbox=lambda n, dtype: allocate(n, np.dtype(dtype).str),
             )
         pieces = cut.pieces_of(partition)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # what relays messages starts in half the time without numpy
 
 Array: TypeAlias = "NDArray[Any]"
 
+CONTROLLER = "controller"  # the node that the coordinator is in
 NOW = 0.0
 NEVER = inf
 
@@ -138,6 +139,29 @@ class Gradient(Protocol):
     def compute(
         self, at: Position, parameters: Array, out: Array
     ) -> Generator[Exchange, Any, BatchResult]: ...
+
+
+class PortionGradient(Protocol):
+    """The gradient of one portion of a batch: what a batch method's worker computes.
+
+    `sample` says which rows the batch is: 0 all of them, another number that seeded sample. Every
+    replica can compute any portion, and what it gets depends on sample, portion and parameters
+    only. `portions` are those of a bundle, in order. `compute` is a generator as
+    Gradient.compute; it writes the gradient of the *sum* of the rows' losses into `out`, so that
+    portions can be added and divided by the batch's count of rows. `prefetch` says that a bundle's
+    rows will be needed soon: it waits for nothing, and may do nothing.
+    """
+
+    @property
+    def tensors(self) -> Sequence[tuple[str, Range]]: ...
+
+    def portions(self, sample: int, bundle: int) -> range: ...
+
+    def compute(
+        self, parameters: Array, out: Array, *, sample: int, portion: int
+    ) -> Generator[Exchange, Any, BatchResult]: ...
+
+    def prefetch(self, sample: int, bundle: int) -> None: ...
 
 
 # ------------------------------------------------------------------- what an evaluator computes

@@ -93,6 +93,16 @@ class Conversation:
                 return [], False
             answer = self._take(now, item)
 
+    def abandon(self) -> None:
+        """Leaves the pass in hand, for good: no other may be begun after it.
+
+        What was given stays, for partners that have not left it yet.
+        """
+        self._waiting = None
+        self._timer.stop()
+        if self._work is not None:
+            self._work.close()
+
     def _take(self, now: float, take: Take) -> dict[int, Array]:
         self._timer.stop()
         self._waiting = None

@@ -23,6 +23,7 @@ from typing import Any
 from dbctl.model.exchange import Exchange
 from dbctl.optim.gradients import clip_to, first_bad, is_finite, square_sum
 from dbctl.roles.base import (
+    CONTROLLER,
     NEVER,
     NOW,
     Allocate,
@@ -35,7 +36,6 @@ from dbctl.roles.base import (
 )
 from dbctl.roles.conversation import Conversation
 from dbctl.roles.local import LocalCopy
-from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.totals import Totals
 from dbctl.shards import ShardSpan
 from dbctl.wire import BEGINNING, Finish, Grant, Halt, Message, Peer, Position

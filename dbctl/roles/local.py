@@ -75,6 +75,11 @@ class LocalCopy:
         return all(channel.term for channel in self._channels)
 
     @property
+    def versions(self) -> list[int]:
+        """Of the last answer taken, shard by shard."""
+        return [channel.version for channel in self._channels]
+
+    @property
     def acked(self) -> int:
         """The last push that every shard has acknowledged."""
         return min((channel.acked for channel in self._channels), default=self.pushed)
@@ -163,6 +168,10 @@ class LocalCopy:
                 local_step(self.parameters[at], gradient[at], alpha)
             else:
                 accrue_and_step(self._slot.array[at], gradient[at], self.parameters[at], rate=alpha)
+
+    def discard(self) -> None:
+        """Forgets what is accrued; its slot is used for what comes next."""
+        self.n_accrued = 0
 
     def push(self, now: float, position: Position, *, mark: int) -> Effects:
         """Sends what is accrued to every shard; nothing if every gradient was refused.

@@ -1,0 +1,57 @@
+"""What a worker of a batch method says of its orders, until the coordinator has heard it.
+
+Rules of this file: pure (roles/base.py). Theory of operation: Computed is said again until a Work
+comes that has no such order, and anew when one comes that has it. A Work that was overtaken may be
+older than an order that is done already, and silence its answer: the next one that still has the
+order brings it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dbctl.roles.base import CONTROLLER, Effects, Send
+from dbctl.roles.worker import Timer
+from dbctl.wire_batch import Computed
+
+KEPT = 8  # more than a replica ever has orders out
+
+
+class Answers:
+    def __init__(self, resend_s: float) -> None:
+        self._kept: dict[int, Computed] = {}  # by number
+        self._open: set[int] = set()  # of those: not heard yet
+        self._timer = Timer(resend_s)
+
+    @property
+    def due(self) -> float:
+        return self._timer.at
+
+    def say(self, now: float, computed: Computed) -> Effects:
+        self._kept[computed.number] = computed
+        self._open.add(computed.number)
+        for old in sorted(self._kept)[:-KEPT]:
+            del self._kept[old]
+            self._open.discard(old)
+        self._timer.begin(now)
+        return [Send(CONTROLLER, computed)]
+
+    def heard(self, now: float, listed: Iterable[int]) -> None:
+        """`listed`: the orders that the coordinator takes for not done."""
+        before = self._open
+        self._open = self._kept.keys() & set(listed)
+        if not self._open:
+            self._timer.stop()
+        elif not before:
+            self._timer.begin(now)
+
+    def resend(self, now: float) -> Effects:
+        if now < self._timer.at:
+            return []
+        self._timer.again(now)
+        return [Send(CONTROLLER, self._kept[number]) for number in sorted(self._open)]
+
+    def forget(self) -> None:
+        self._kept.clear()
+        self._open.clear()
+        self._timer.stop()

@@ -1,0 +1,388 @@
+"""The worker of a batch method: gradients of bundles of portions (paper A, section 4.2).
+
+Rules of this file: pure (roles/base.py). Theory of operation (docs/protocol.md, section 8): the
+coordinator gives numbered orders, each for one bundle of one evaluation, and a worker carries them
+out by number, none left out:
+
+    fetch the point                           once an evaluation
+    for each portion of the bundle: accrued <- accrued + gradient of the sum of its rows' losses
+    push accrued; once every shard has acknowledged it, say Computed
+
+The next bundle is computed while the last push is on its way. An order of an evaluation that is
+over is dropped: by a whole replica at once. The partitions of a cut one hear of it at different
+moments; each goes along to the end of a portion, where one that has heard is enough for all to
+drop it. One that heard before it had the point computes on whatever it holds: nothing comes of it.
+
+`Work.halt` is final, so that nobody needs to agree about it: each leaves its pass where it stands.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import isfinite, nan
+from typing import Any
+
+from dbctl.model.exchange import Exchange
+from dbctl.optim.gradients import first_bad, is_finite
+from dbctl.roles.answers import Answers
+from dbctl.roles.base import (
+    CONTROLLER,
+    NEVER,
+    NOW,
+    Allocate,
+    Array,
+    BatchResult,
+    Done,
+    Effects,
+    PortionGradient,
+    Send,
+)
+from dbctl.roles.conversation import Conversation
+from dbctl.roles.local import LocalCopy
+from dbctl.roles.totals import Totals
+from dbctl.roles.worker import Timer
+from dbctl.shards import ShardSpan
+from dbctl.wire import Finish, Message, Peer, Position
+from dbctl.wire_batch import Computed, Order, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWorkerStart:
+    """What a worker begins with."""
+
+    gradient: PortionGradient
+    shards: Sequence[ShardSpan]
+    slots: int = 2
+    origin: int = 0  # the place in the flat vector of the gradient's first element
+    partition: int = 0
+    partners: Mapping[int, str] = field(default_factory=dict)  # the replica's other workers
+    dtype: str = "float32"
+
+
+class Phase(Enum):
+    JOINING = "joining"  # not all shards have welcomed us
+    IDLE = "waiting"  # for an order
+    FETCHING = "fetching"  # for the point
+    SLOT = "slot"  # for an acknowledgement that frees a push slot
+    COMPUTE = "compute"
+    COMPUTED = "computed"  # what becomes of the portion
+    FLUSH = "flush"  # for the last acknowledgements
+    HALTED = "halted"
+
+
+class Fate(Enum):
+    """What became of a portion, alike on all partitions."""
+
+    ACCRUED = "accrued"
+    DROPPED = "dropped"  # its evaluation is over
+    REFUSED = "refused"  # loss or gradient is not finite
+
+
+_AT_REST = {Phase.IDLE: "waiting", Phase.HALTED: "halted"}
+_REPORT_S = 0.5
+
+
+class BatchWorker:
+    def __init__(
+        self, start: BatchWorkerStart, *, allocate: Allocate, resend_s: float = 0.25
+    ) -> None:
+        self._gradient = start.gradient
+        self.local = LocalCopy(
+            start.shards,
+            origin=start.origin,
+            n_elements=max((span.stop for _, span in start.gradient.tensors), default=0),
+            dtype=start.dtype,
+            rate=lambda n: 0.0,  # a worker of a batch method never steps on its own
+            slots=start.slots,
+            later=len(start.gradient.portions(0, 0)) > 1,
+            read_own=False,
+            allocate=allocate,
+            resend_s=resend_s,
+        )
+        self._talk = Conversation(
+            start.partition, start.partners, allocate=allocate, resend_s=resend_s
+        )
+        self._phase = Phase.JOINING
+        self._evaluation = 0  # the latest heard of
+        self._halting = False
+        self._orders: dict[int, Order] = {}  # not begun
+        self._order = Order(0, 0, 0, 0)  # the last one begun
+        self._left: deque[int] = deque()  # its portions that are not computed
+        self._losses: list[float] = []
+        self._prefetched = 0  # the last order whose rows were asked for
+        self._asked = False  # a point was fetched, or is on its way
+        self._again = Timer(resend_s)  # the point of the evaluation was not there yet
+        self._pushed: deque[tuple[int, Computed]] = deque()  # by seq, not acknowledged
+        self._answers = Answers(resend_s)
+        self.at = Position()
+        self._since = 0.0
+        self._waited_s = 0.0
+        self._report_at = NEVER
+        self._totals = Totals()
+
+    # ---------------------------------------------------------------------------------- messages
+
+    @property
+    def due(self) -> float:
+        if self._runnable() or self.local.holding or self._acknowledged():
+            return NOW
+        own = min(self._report_at, self._again.at, self._answers.due)
+        return min(self.local.due, self._talk.due, own)
+
+    def start(self, now: float) -> Effects:
+        self._report_at = now + _REPORT_S
+        return self.local.hello(now)
+
+    def receive(self, now: float, sender: Peer, message: Message) -> Effects:
+        match message:
+            case Work():
+                self._on_work(now, message)
+                return []
+            case Finish():
+                return [Done("finished")]
+        self.local.receive(now, sender.node, message)
+        return self._talk.receive(sender.node, message)
+
+    def _on_work(self, now: float, work: Work) -> None:
+        """An order never changes, so that it may be taken from a Work that was overtaken."""
+        self._evaluation = max(self._evaluation, work.evaluation)
+        self._halting = self._halting or work.halt
+        for order in work.orders:
+            if order.number > self._order.number:
+                self._orders[order.number] = order
+        self._answers.heard(now, (order.number for order in work.orders))
+
+    # -------------------------------------------------------------------------------------- work
+
+    def _is_over(self) -> bool:
+        """The evaluation of the order in hand is over, as far as this worker has heard."""
+        return self._order.evaluation < self._evaluation
+
+    def _acknowledged(self) -> bool:
+        return bool(self._pushed) and self._pushed[0][0] <= self.local.acked
+
+    def _runnable(self) -> bool:
+        if self._must_leave():
+            return True
+        match self._phase:
+            case Phase.JOINING:
+                return self.local.joined
+            case Phase.IDLE:
+                return self._order.number + 1 in self._orders
+            case Phase.FETCHING:
+                return self._is_over() or (self.local.complete and self._again.at == NEVER)
+            case Phase.SLOT:
+                return self.local.has_slot or self._may_drop()
+            case Phase.COMPUTE:
+                return self._talk.can_go_on
+            case Phase.COMPUTED:
+                return True
+            case Phase.FLUSH:
+                return self.local.acked >= self.local.pushed
+            case Phase.HALTED:
+                return False
+
+    def _must_leave(self) -> bool:
+        return self._halting and self._phase not in (Phase.FLUSH, Phase.HALTED)
+
+    def _may_drop(self) -> bool:
+        """Without asking anybody."""
+        return self._talk.alone and self._is_over()
+
+    def step(self, now: float) -> Effects:
+        """Goes on until a phase waits, something is to be sent, or a portion is computed."""
+        effects = self.local.resend(now) + self._talk.resend(now) + self._answers.resend(now)
+        # Also during a portion: what comes then is a later point, and the portion is dropped.
+        effects += self.local.copy_answers(now)
+        while self._acknowledged():
+            effects += self._answers.say(now, self._pushed.popleft()[1])
+        if now >= self._again.at:
+            self._again.stop()
+            effects += self._ask(now)
+        while not effects and self._runnable():
+            if self._must_leave():
+                self._leave()
+            elif self._phase is Phase.COMPUTE:
+                effects += self._compute(now)
+                break
+            else:
+                effects += self._enter(now)
+        if now >= self._report_at:
+            effects += self._report(now)
+        return effects
+
+    def _enter(self, now: float) -> Effects:
+        match self._phase:
+            case Phase.JOINING:
+                self._phase = Phase.IDLE
+                return self._report(now)
+            case Phase.IDLE:
+                return self._begin_order(now)
+            case Phase.FETCHING:
+                return self._end_fetch(now)
+            case Phase.SLOT:
+                self._totals.push_wait_s += now - self._since
+                if self._may_drop():
+                    return self._drop(now)
+                self._look_ahead()
+                self._talk.begin(self._one_portion(self._left.popleft()))
+                self._phase, self._since = Phase.COMPUTE, now
+                return []
+            case Phase.COMPUTED:
+                return self._end_portion(now)
+            case Phase.FLUSH:
+                self._phase = Phase.HALTED
+                return self._report(now)
+            case _:
+                raise AssertionError(self._phase)
+
+    def _leave(self) -> None:
+        """Halted: everything in hand is dropped, and nothing is begun any more."""
+        self._talk.abandon()
+        self.local.discard()
+        self._orders.clear()
+        self._pushed.clear()
+        self._answers.forget()
+        self._again.stop()
+        self._phase = Phase.FLUSH
+
+    # ------------------------------------------------------------------------- one order's parts
+
+    def _begin_order(self, now: float) -> Effects:
+        self._order = self._orders.pop(self._order.number + 1)
+        if self._order.evaluation != self.at.epoch:
+            self._totals.end_epoch()
+        self.at = Position(self.at.step, self._order.evaluation, self._order.bundle)
+        self._left.extend(self._gradient.portions(self._order.sample, self._order.bundle))
+        self._losses = []
+        if self._may_drop():
+            return self._drop(now)
+        self._evaluation = max(self._evaluation, self._order.evaluation)
+        self._prefetch(self._order)
+        self._phase, self._since = Phase.FETCHING, now
+        if self._has_point() or not self.local.complete:
+            return []  # the fetch under way may bring it
+        return self._ask(now)
+
+    def _has_point(self) -> bool:
+        """Every shard's answer was of this evaluation. Without shards there is nothing to fetch."""
+        versions = self.local.versions
+        asked = self._asked or not versions
+        return asked and self.local.complete and set(versions) <= {self._order.evaluation}
+
+    def _ask(self, now: float) -> Effects:
+        self._asked = True
+        return self.local.ask(now, after=0)
+
+    def _end_fetch(self, now: float) -> Effects:
+        if not self._has_point() and self.local.complete:
+            # A shard hands out a later point: it has been told of an evaluation, we have not yet.
+            self._evaluation = max(self._evaluation, *self.local.versions)
+        if not self._has_point() and not self._is_over():
+            # A shard has not begun the evaluation yet.
+            self._again.begin(now)
+            return []
+        self._again.stop()
+        self._totals.fetch_wait_s += now - self._since
+        if self._may_drop():
+            return self._drop(now)
+        self._phase, self._since = Phase.SLOT, now
+        return []
+
+    def _compute(self, now: float) -> Effects:
+        effects, over = self._talk.go_on(now)
+        if over:
+            self._phase = Phase.COMPUTED
+        return effects
+
+    def _one_portion(self, portion: int) -> Generator[Exchange, Any, Fate]:
+        """Computes, checks and accrues; what partitions must agree on, they agree on."""
+        out = self.local.begin()
+        result = yield from self._gradient.compute(
+            self.local.parameters, out, sample=self._order.sample, portion=portion
+        )
+        finite = isfinite(result.loss_sum) and is_finite(out)
+        own = [result.loss_sum, float(finite), float(self._is_over())]
+        shares = yield from self._talk.agree(own)
+        if any(share[2] for share in shares):
+            return Fate.DROPPED
+        if not all(share[1] for share in shares):
+            self._refuse(portion, None if finite else out)
+            return Fate.REFUSED
+        self.local.add(out, step=False)
+        self._losses.append(sum(share[0] for share in shares))
+        self._totals.accepted(BatchResult(self._losses[-1], result.rows))
+        return Fate.ACCRUED
+
+    def _refuse(self, portion: int, out: Array | None) -> None:
+        """Counted, but no fault: a line search may try a point that is too far."""
+        where = "another partition"
+        if out is not None:
+            where = first_bad(out, self._gradient.tensors) or "the loss"
+        self._totals.refused_one(f"evaluation {self.at.epoch}, portion {portion}, {where}")
+
+    def _end_portion(self, now: float) -> Effects:
+        self._totals.compute_s += now - self._since - (self._talk.waited_s - self._waited_s)
+        self._waited_s, self._since = self._talk.waited_s, now
+        fate = self._talk.result
+        if fate is Fate.DROPPED:
+            return self._drop(now)
+        if fate is Fate.REFUSED:
+            return self._answer(now, (nan,))
+        self.at = Position(self.at.step + 1, self.at.epoch, self.at.index)
+        if self._left:
+            self._phase = Phase.SLOT
+            return []
+        effects = self.local.push(now, self.at, mark=0)
+        self._pushed.append((self.local.pushed, self._computed(tuple(self._losses))))
+        return effects + self._end_order(now)
+
+    def _drop(self, now: float) -> Effects:
+        return self._answer(now, ())
+
+    def _answer(self, now: float, losses: tuple[float, ...]) -> Effects:
+        """An order that ends without a push."""
+        self.local.discard()
+        return self._answers.say(now, self._computed(losses)) + self._end_order(now)
+
+    def _computed(self, losses: tuple[float, ...]) -> Computed:
+        order = self._order
+        return Computed(order.number, order.evaluation, order.bundle, losses)
+
+    def _end_order(self, now: float) -> Effects:
+        self._left.clear()
+        self._phase = Phase.IDLE
+        if self._totals.news or not self._runnable():
+            self._totals.news = False
+            return self._report(now)
+        return []
+
+    # ---------------------------------------------------------------------------------- prefetch
+
+    def _look_ahead(self) -> None:
+        """The rows of the next order, while those of this one are computed."""
+        following = self._orders.get(self._order.number + 1)
+        if following is not None:
+            self._prefetch(following)
+
+    def _prefetch(self, order: Order) -> None:
+        if order.number > self._prefetched and order.evaluation >= self._evaluation:
+            self._prefetched = order.number
+            self._gradient.prefetch(order.sample, order.bundle)
+
+    # ----------------------------------------------------------------------------------- reports
+
+    def _report(self, now: float) -> Effects:
+        self._report_at = now + _REPORT_S
+        state = "joining" if self._phase is Phase.JOINING else "running"
+        report = self._totals.report(
+            _AT_REST.get(self._phase, state),
+            self.at,
+            until=self._order.number,
+            local=self.local,
+            talk=self._talk,
+        )
+        return [Send(CONTROLLER, report)]
