@@ -210,7 +210,9 @@ def _cubic(a: Point, b: Point) -> float:
     theta = 3 * _divide(a.value - b.value, gap) + a.slope + b.slope
     scale = max(abs(theta), abs(a.slope), abs(b.slope))
     square = _divide(theta, scale) ** 2 - _divide(a.slope, scale) * _divide(b.slope, scale)
-    gamma = scale * sqrt(max(0.0, square)) * (1 if gap > 0 else -1)
+    if not square > 0:
+        return nan
+    gamma = scale * sqrt(square) * (1 if gap > 0 else -1)
     return a.alpha + _divide(gamma - a.slope + theta, gamma - a.slope + gamma + b.slope) * gap
 
 
