@@ -13,8 +13,12 @@ Commands are totals: Start of what runs is answered by Started, of what is over 
 may be lost or repeated. A node is one process group; a dead leader is looked at without reaping it,
 its group is killed while its number is still its own, and only then is it reaped.
 
-It ends at the end of its standard input (its parent is gone), at the end of its lease, on a signal,
-or on Finish: SIGTERM to every group, SIGKILL a second later, and the private directory goes.
+A node is ended by closing its standard input, as if the agent were gone, and by SIGKILL where that
+is not enough. SIGTERM, SIGHUP and SIGINT are the controller's to answer: who sends one to every
+process of a run (systemd, a batch system) gets a final checkpoint, which takes agent and nodes.
+
+It ends at the end of its standard input (its parent is gone), at the end of its lease, or on
+Finish: all its nodes gently, SIGKILL a second later, and the private directory goes.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from dbctl.process import (
     beat_s,
     clear_runtime,
     end_with_parent,
+    leave_signals,
     log,
     one_line,
     tail,
@@ -49,8 +54,8 @@ from dbctl.transport.link import Link
 from dbctl.wire import Exited, Failed, Finish, Kill, Message, Peer, Start, Started
 
 CONTROLLER = "controller"
-GENTLE_S = 2.0  # from a Kill's SIGTERM to SIGKILL
-END_TERM_S = 1.0  # the same when the agent itself ends: lease + 2 s is the promise
+GENTLE_S = 2.0  # from a gentle Kill to SIGKILL
+END_GENTLE_S = 1.0  # the same when the agent itself ends: lease + 2 s is the promise
 END_KILL_S = 0.8  # how long the killed may take to be reaped
 LOOK_S = 0.25  # how late the end of the lease is seen
 CANNOT_START = 127  # the status of a node that could not be started, as the shell's
@@ -76,6 +81,11 @@ class Child:
         # Nobody may be left in it, or (macOS) only the dead leader.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
+
+    def close_input(self) -> None:
+        """A node ends by that, in the middle of a long product too (node/loop.py), if it can."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def has_ended(self) -> bool:
         """Whether the leader is dead; it is not reaped by this."""
@@ -121,7 +131,7 @@ class Children:
         if not order.gently:
             child.signal_group(signal.SIGKILL)
         elif child.kill_at > now + GENTLE_S:  # a repeated order does not put the end off
-            child.signal_group(signal.SIGTERM)
+            child.close_input()
             child.kill_at = now + GENTLE_S
         return None
 
@@ -131,9 +141,12 @@ class Children:
                 child.signal_group(signal.SIGKILL)
                 child.kill_at = inf
 
-    def signal_all(self, number: int) -> None:
+    def end_all(self, *, gently: bool) -> None:
         for child in self.running.values():
-            child.signal_group(number)
+            if gently:
+                child.close_input()
+            else:
+                child.signal_group(signal.SIGKILL)
 
     def reap(self) -> list[Exited]:
         """What ended since the last call; the rest of each group is killed before."""
@@ -143,8 +156,7 @@ class Children:
                 continue
             child.signal_group(signal.SIGKILL)
             status = child.process.wait()
-            assert child.process.stdin is not None
-            child.process.stdin.close()
+            child.close_input()
             text = tail(child.log_path, child.log_start)
             self.ended[key] = Exited(*key, status, text, child.word)
             new.append(self.ended[key])
@@ -207,14 +219,8 @@ class Agent:
         self.over = ""
 
     def handle_signals(self) -> None:
-        """From here on a signal ends `serve`, and a child's death wakes it."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        """From here on a child's death wakes `serve`."""
         signal.signal(signal.SIGCHLD, lambda number, frame: self.link.wake())
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.over = self.over or signal.Signals(number).name
-        self.link.wake()
 
     def serve(self) -> str:
         while not self.over:
@@ -261,10 +267,10 @@ class Agent:
             self.link.send(CONTROLLER, exited)
 
     def end(self) -> None:
-        """SIGTERM, a second, SIGKILL; whatever this agent started is dead and reaped, or (asleep in
+        """Gently, a second, SIGKILL; whatever this agent started is dead and reaped, or (asleep in
         the kernel) killed. Stopped processes die of SIGKILL too."""
-        for number, limit_s in ((signal.SIGTERM, END_TERM_S), (signal.SIGKILL, END_KILL_S)):
-            self.children.signal_all(number)
+        for gently, limit_s in ((True, END_GENTLE_S), (False, END_KILL_S)):
+            self.children.end_all(gently=gently)
             deadline = _now() + limit_s
             # Looked at, not waited for: this must work whatever became of the link.
             while self.children.running and _now() < deadline:
@@ -286,6 +292,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     """Runs an agent to its end; 0 whatever ended it, the reason is in its log."""
+    leave_signals()  # its nodes inherit it: none is without between its birth and its first line
     options = parse(argv)
     end_with_parent(signal.SIGCONT)  # a stopped agent must wake to see that its parent is gone
     link = Link(

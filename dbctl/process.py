@@ -8,10 +8,13 @@ character in a log must not move the cursor of the terminal that shows it.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import stat
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 # What a node ends with; the agent reports it to the controller.
@@ -109,6 +112,28 @@ def end_with_parent(signal_number: int) -> None:
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal_number), 0, 0, 0)
+
+
+# What asks a run to end. Whoever sends one to every process of a run means the run: it is the
+# controller's to answer, with a final checkpoint that needs all the others.
+RUN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def leave_signals() -> None:
+    """Leaves RUN_SIGNALS to the controller: here, and in whatever is started from here."""
+    for number in RUN_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RUN_SIGNALS)  # as the launcher left them
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """RUN_SIGNALS wait meanwhile; in what is started, until it calls `leave_signals`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def clear_runtime(runtime: str | Path) -> None:

@@ -383,7 +383,7 @@ class Exited(Message, frozen=True):
 
 
 class Kill(Message, frozen=True):
-    """Controller to agent: end this node's process group. `gently`: SIGTERM first."""
+    """Controller to agent: end this node's process group. `gently`: by its input's end first."""
 
     node: str
     incarnation: int

@@ -17,7 +17,7 @@ from typing import cast
 
 import pytest
 
-from dbctl.agent import END_KILL_S, END_TERM_S, GENTLE_S, Agent, Children
+from dbctl.agent import END_GENTLE_S, END_KILL_S, GENTLE_S, Agent, Children
 from dbctl.transport.link import Link
 from dbctl.wire import Exited, Failed, Finish, Kill, Message, Peer, Start, Started
 from tests.cluster.harness import state, wait_until
@@ -27,7 +27,7 @@ from tests.cluster.harness import state, wait_until
 def children(tmp_path: Path) -> Iterator[Children]:
     these = Children(tmp_path)
     yield these
-    these.signal_all(signal.SIGKILL)
+    these.end_all(gently=False)
     wait_until(lambda: these.reap() is not None and not these.running)
 
 
@@ -204,16 +204,13 @@ def test_kill_ends_a_stopped_node(children: Children) -> None:
     assert wait_for_exit(children).status == -signal.SIGKILL
 
 
-def test_a_gentle_kill_is_a_sigterm_and_then_not_gentle(children: Children, tmp_path: Path) -> None:
-    file = tmp_path / "trapped"
-    script = f"trap 'echo got TERM' TERM; echo set > {file}; while :; do sleep 0.05; done"
-    children.start(shell(script))
-    wait_for_file(file)
+def test_a_gentle_kill_closes_the_input_and_then_is_not_gentle(children: Children) -> None:
+    children.start(shell("read spec; read more; echo input ended; while :; do sleep 0.05; done"))
     order = Kill("shard-0", 1, gently=True)
     children.kill(order, now=100.0)
     children.kill(order, now=101.0)  # repeated: it is not put off
     children.kill_due(100.0 + GENTLE_S - 0.1)
-    wait_until(lambda: "got TERM" in (children.logs / "shard-0.log").read_text())
+    wait_until(lambda: "input ended" in (children.logs / "shard-0.log").read_text())
     assert children.reap() == []
     children.kill_due(100.0 + GENTLE_S)
     assert wait_for_exit(children).status == -signal.SIGKILL
@@ -249,7 +246,7 @@ def test_a_number_that_is_no_longer_ours_is_not_signalled(
     for gently in (False, True):
         assert children.kill(Kill("shard-0", 1, gently), time.monotonic()) == exited
     children.kill_due(float("inf"))
-    children.signal_all(signal.SIGKILL)
+    children.end_all(gently=False)
     assert children.kill(Kill("shard-9", 1), time.monotonic()) is None, "never ours at all"
     with pytest.raises(AssertionError):
         child.signal_group(signal.SIGKILL)
@@ -280,8 +277,8 @@ class QueueLink:
     def send(self, to: str, message: Message) -> None:
         assert to == "controller"
         self.sent.append(message)
-        if isinstance(message, Exited):  # the script's last act: end the loop as a person would
-            os.kill(os.getpid(), signal.SIGTERM)
+        if isinstance(message, Exited):  # the script's last act
+            self.queue.put((CONTROLLER, Finish()))
 
     def lease_in_force(self, now: float) -> bool:
         return self.lease
@@ -292,7 +289,7 @@ CONTROLLER = Peer("controller", 1)
 
 @pytest.fixture
 def link() -> Iterator[QueueLink]:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+    numbers = (signal.SIGCHLD,)
     handlers = [(number, signal.getsignal(number)) for number in numbers]
     yield QueueLink()
     for number, handler in handlers:
@@ -312,7 +309,7 @@ def test_a_death_wakes_the_loop(
     agent.handle_signals()
     link.queue.put((CONTROLLER, shell("sleep 0.2; exit 3")))
     begin = time.monotonic()
-    assert agent.serve() == "SIGTERM"
+    assert agent.serve() == "finished"
     assert time.monotonic() - begin < 5.0
     assert [type(message) for message in link.sent] == [Started, Exited]
     assert children.ended["shard-0", 1].status == 3
@@ -325,7 +322,7 @@ def test_a_nodes_own_word_goes_with_its_end(children: Children, link: QueueLink)
     link.queue.put((Peer("shard-0", 1), Failed("disk on fire")))
     link.queue.put((Peer("shard-0", 2), Failed("of a life that is not this one")))
     link.queue.put((Peer("worker-0.0", 1), Kill("shard-0", 1)))  # not its to order
-    assert agent.serve() == "SIGTERM"
+    assert agent.serve() == "finished"
     exited = children.ended["shard-0", 1]
     assert (exited.status, exited.word) == (1, "disk on fire")
 
@@ -351,16 +348,14 @@ def test_finish_and_the_parents_end_end_the_loop(children: Children, link: Queue
     assert make_agent(link, children).serve().startswith("standard input ended")
 
 
-def test_the_end_takes_those_that_ignore_sigterm(
-    children: Children, link: QueueLink, tmp_path: Path
+def test_the_end_takes_those_that_do_not_heed_their_input(
+    children: Children, link: QueueLink
 ) -> None:
-    file = tmp_path / "ignoring"
-    children.start(shell(f"trap '' TERM; echo set > {file}; while :; do sleep 0.05; done"))
-    wait_for_file(file)
+    children.start(shell("while :; do sleep 0.05; done"))
     link.send = lambda to, message: link.sent.append(message)  # type: ignore[method-assign]
     begin = time.monotonic()
     make_agent(link, children).end()
-    assert END_TERM_S <= time.monotonic() - begin < END_TERM_S + END_KILL_S + 0.5
+    assert END_GENTLE_S <= time.monotonic() - begin < END_GENTLE_S + END_KILL_S + 0.5
     assert children.ended["shard-0", 1].status == -signal.SIGKILL
     assert not children.running
 

@@ -21,7 +21,7 @@ from dbctl.launch.base import (
     python_environment,
     read_ready,
 )
-from dbctl.process import one_line, tail
+from dbctl.process import one_line, signals_held, tail
 
 READY_LIMIT_S = 10.0
 HOST = "localhost"
@@ -52,7 +52,8 @@ class LocalLauncher:
     def start_async(self) -> None:
         assert self._process is None, "a launcher starts once"
         try:
-            with open(self.log_path, "ab") as log:
+            # Until the agent has said what it does with them: its death would be told as a failure.
+            with open(self.log_path, "ab") as log, signals_held():
                 self._log_start = log.tell()
                 self._process = subprocess.Popen(
                     self._command,

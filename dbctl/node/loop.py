@@ -143,7 +143,7 @@ class Loop:
         """The time, if this node may still act at it; else Ended."""
         now = _now()
         if self.link.closed_by_parent:
-            raise Ended(EXIT_ORPHANED, "standard input ended: the agent is gone")
+            raise Ended(EXIT_ORPHANED, "standard input ended: the agent is gone, or ends this node")
         if not self.link.lease_in_force(now):
             raise Ended(EXIT_FENCED, "the lease ran out: nothing was heard of the controller")
         return now

@@ -4,10 +4,10 @@ Rules of this file: nothing heavy is imported before the spec is read, and never
 yaml; the environment (threads of BLAS) is already right, the agent set it.
 
 Theory of operation. Standard input carries one line, the NodeSpec as JSON, and then stays open: its
-end means that the agent is gone, and the node with it. SIGINT is ignored (a Ctrl-C is the
-controller's to answer), SIGTERM keeps its default action: it ends the process at once, in the
-middle of a long product too. The parent's death is also asked for from the kernel, since neither a
-stopped process nor one that hangs inside a library would read its input.
+end means that the agent lets go of it or is gone, and the node ends. SIGINT, SIGTERM and SIGHUP are
+the controller's to answer: the final checkpoint that they ask for needs the nodes. The parent's
+death is also asked for from the kernel, since neither a stopped process nor one that hangs inside a
+library would read its input.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dbctl.process import (
     EXIT_ORPHANED,
     SPEC_BYTES_MAX,
     end_with_parent,
+    leave_signals,
     log,
     read_line,
 )
@@ -28,8 +29,7 @@ from dbctl.process import (
 
 def main(argv: list[str]) -> int:
     """Runs the node NAME; returns its status: 0 finished, 1 failed, 4 fenced, 5 parent gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_signals()
     faulthandler.enable(all_threads=False)
     if len(argv) != 1:
         log("node", f"expected one argument, the node's name, found {len(argv)}")

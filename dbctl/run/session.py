@@ -3,8 +3,9 @@
 Rules of this file: it decides nothing about training (roles/coordinator.py does) and nothing about
 files (saver, records); it moves messages and time. Theory of operation: a loop over the link's
 messages, the saver's answers, signals and the clock. The first signal asks the coordinator to stop
-(a final checkpoint, bounded); the second, or the bound, ends everything at once. `close` always
-runs: the agents end with the controller whatever happened.
+(a final checkpoint, bounded); the second, or the bound, ends everything at once. Once a signal has
+come it says how the run ends, whatever fails after it: that is only why there is no final
+checkpoint. `close` always runs: the agents end with the controller whatever happened.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dbctl.errors import DbctlError, LaunchError
@@ -52,6 +53,8 @@ class Records(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
+    """`reason` and `error`: why the run failed, or why a stopped one has no final checkpoint."""
+
     status: str
     reason: str = ""
     error: DbctlError | None = None
@@ -121,6 +124,10 @@ class Session:
             if make_saver is not None:
                 self._saver = make_saver(self._link.wake)
             return self._train()
+        except LaunchError:
+            if self._signals.count:  # who asked it to end does not wait for it to come up
+                return Outcome(status=self._signals.status)
+            raise
         finally:
             self._close()
 
@@ -178,15 +185,19 @@ class Session:
             self._slept_s = asleep_s
         if asleep_s <= self._lease_s:
             return False
-        self._outcome = self._outcome or self._asleep(asleep_s)
+        self._fail(self._asleep(asleep_s))
         return True
 
-    def _asleep(self, asleep_s: float) -> Outcome:
-        reason = (
+    def _asleep(self, asleep_s: float) -> str:
+        return (
             f"this process was stopped for {asleep_s:.1f} s, as long as the lease of"
             f" {self._lease_s:g} s: its nodes have ended by themselves"
         )
-        return Outcome(status="failed", reason=reason)
+
+    def _fail(self, reason: str, error: DbctlError | None = None) -> None:
+        """The run cannot go on; nothing if it is over already."""
+        status = self._signals.status or "failed"
+        self._outcome = self._outcome or Outcome(status=status, reason=reason, error=error)
 
     def _dispatch(self, peer: Peer, message: Message) -> None:
         now = _now()
@@ -212,11 +223,11 @@ class Session:
     def _blame(self, exited: Exited) -> None:
         """The run ends because of this death: its outcome says so with the log's tail."""
         assert self._outcome is not None
-        if self._outcome.status == "failed":
+        if self._outcome.status != "done" and self._outcome.reason:
             error = died(
                 exited.node, exited, host="localhost", log_path=self._log_path(exited.node)
             )
-            self._outcome = Outcome(status="failed", reason=self._outcome.reason, error=error)
+            self._outcome = replace(self._outcome, error=error)
 
     def _take_saved(self, now: float) -> None:
         if self._saver is None:
@@ -236,8 +247,8 @@ class Session:
         late = self._hard_at is not None and now >= self._hard_at
         if self._outcome is None and (self._n_signals > 1 or late):
             self._hurry = True
-            reason = "the final checkpoint was not waited for" if late else "stopped at once"
-            self._outcome = Outcome(status=self._signals.status, reason=reason)
+            reason = f"it took longer than {FINAL_LIMIT_S:g} s" if late else "stopped at once"
+            self._fail(reason)
 
     def _agent_failure(self, now: float) -> LaunchError | None:
         return self._launcher.failure() or self._nodes.unanswered(now)
@@ -248,10 +259,9 @@ class Session:
         error = self._agent_failure(now)
         # An agent's lease counts from its last beat: it may run out in a little less than a lease.
         if error is not None and self._slept_s > self._lease_s - 2 * beat_s(self._lease_s):
-            self._outcome = self._outcome or self._asleep(self._slept_s)
-        if error is not None and self._outcome is None:
-            reason = f"{error.node} ended: the run cannot go on without it"
-            self._outcome = Outcome(status="failed", reason=reason, error=error)
+            self._fail(self._asleep(self._slept_s))
+        if error is not None:
+            self._fail(f"{error.node} ended: the run cannot go on without it", error)
 
     # -------------------------------------------------------------------------------- effects
 
@@ -267,6 +277,8 @@ class Session:
                     assert self._saver is not None
                     assert self._save is not None
                     self._save(self._saver, effect)
+                case Done("failed", reason):
+                    self._fail(reason)
                 case Done(status, reason):
                     self._outcome = Outcome(status=status, reason=reason)
 

@@ -227,6 +227,8 @@ class Life:
         error = self._error(outcome, records)
         if error is not None:
             self.display.event("error", f"dbctl: error: {error}", {"message": str(error)})
+        elif outcome.error is not None:
+            self.display.warn(f"no final checkpoint: {outcome.error}")
         notes = tuple(self._notes(outcome, records))
         self.display.finished(
             Summary(run_dir=str(self.run_dir.path), status=outcome.status, notes=notes, **summary)
@@ -244,6 +246,9 @@ class Life:
             notes.append(f"replica {replica} was lost: its {rows:,} rows were left out")
         if figures.refused():
             notes.append(f"{figures.refused()} gradients that were not finite were refused")
+        if outcome.status in ("stopped", "interrupted") and outcome.reason:
+            unsaved = "" if self.coordinator.is_saved else "the final checkpoint was not taken: "
+            notes.append(f"{unsaved}{outcome.reason}")
         if records.save_error:
             notes.append(f"the last checkpoint failed: {records.save_error}")
         if outcome.status in ("stopped", "interrupted", "failed"):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from dbctl.agent import GENTLE_S
 from dbctl.launch.base import make_runtime, python_command, python_environment, start_order
 from dbctl.process import EXIT_FENCED, EXIT_ORPHANED
 from dbctl.wire import Ack, Cut, Evaluate, Exited, Failed, Finish, Grant, Halt, Kill, Return
@@ -122,7 +123,7 @@ def test_a_slow_start_is_no_death(short: Cluster) -> None:
 # ---------------------------------------------------------------- the end of one node
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_node_is_told_at_once_and_the_other_goes_on(
     cluster: Cluster, number: signal.Signals
 ) -> None:
@@ -243,8 +244,25 @@ def test_a_stopped_node_can_be_killed(cluster: Cluster) -> None:
     stop(pid)
     cluster.link.send("agent-0", Kill("worker-0.0", 1, gently=True))
     exited = cluster.wait(Exited, "worker-0.0", limit_s=5.0)
-    assert exited.status in (-signal.SIGKILL, -signal.SIGTERM)
+    assert exited.status == -signal.SIGKILL
     assert state(pid) == ""
+
+
+@pytest.mark.parametrize("step_s", [0, 30])
+def test_a_gentle_kill_within_its_bounds(cluster: Cluster, step_s: int) -> None:
+    """A node ends by the end of its input, in the middle of a long step too."""
+    cluster.start("worker-0.0")
+    cluster.join("worker-0.0")
+    if step_s:
+        cluster.link.send("worker-0.0", Evaluate(step_s))
+        time.sleep(0.2)
+    begin = time.monotonic()
+    cluster.link.send("agent-0", Kill("worker-0.0", 1, gently=True))
+    exited = cluster.wait(Exited, "worker-0.0", limit_s=GENTLE_S + 1.0)
+    if not step_s:
+        assert time.monotonic() - begin < GENTLE_S - 0.5
+        assert exited.status == EXIT_ORPHANED
+        assert "standard input ended" in exited.log_tail
 
 
 def test_without_a_controller_everything_ends_by_the_lease(short: Cluster) -> None:
@@ -295,18 +313,32 @@ def test_nodes_do_not_outlive_a_killed_agent(cluster: Cluster, stopped: bool) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_an_agent_ends_on_a_signal_and_takes_all_with_it(
-    cluster: Cluster, tmp_path: Path, number: signal.Signals
+def test_agent_and_nodes_leave_signals_to_the_controller(
+    cluster: Cluster, number: signal.Signals
 ) -> None:
+    pid = cluster.start("worker-0.0")
+    os.kill(pid, number)  # before its first line, as likely as not
+    cluster.join("worker-0.0")
+    for one in (cluster.agent_pid, pid):
+        os.kill(one, number)
+    cluster.start("worker-1.0")
+    cluster.join("worker-1.0")
+    assert all(state(one) in "RS" for one in (cluster.agent_pid, pid))
+
+
+def test_the_end_of_an_agents_input_takes_all_with_it(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "grandchild"
     pids = [cluster.start("worker-0.0", "with_grandchild", file=str(file))]
     pids.append(cluster.start("worker-1.0"))
     cluster.join("worker-0.0")
     cluster.join("worker-1.0")
-    stop(pids[1])  # SIGTERM is not enough for this one
-    os.kill(cluster.agent_pid, number)
+    stop(pids[1])  # the end of its input is not enough for this one
+    process = cluster.launcher._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
     wait_gone(cluster.agent_pid, *pids, int(file.read_text()), limit_s=2.5)
-    assert f"ends: {number.name}" in log_of(cluster, "agent-0")
+    assert "ends: standard input ended" in log_of(cluster, "agent-0")
     assert not Path(cluster.runtime).exists()
 
 

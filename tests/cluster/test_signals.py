@@ -6,6 +6,7 @@ ends at once; SIGKILL of the controller takes everything with it. Nothing is lef
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(60)]
 
 FINAL_S = 5.0  # digits, from the first Ctrl-C to the end of everything
 SECOND_S = 2.0
+LEASE_S = 2.0
 ORPHANED_S = 4.0  # the end of standard input tells it: no lease has to run out
 PHASES = ("spawn", "join", "train", "checkpoint", "finish")
 # A checkpoint large enough to be met half written: 5 million parameters and their Adagrad sums.
@@ -77,6 +79,51 @@ def test_a_polite_end(tmp_path: Path, phase: str, number: signal.Signals) -> Non
         if phase == "train":
             assert run.step_to_resume() > 0
             assert run.out.startswith("stopped: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("phase", ["spawn", "join", "train", "finish"])
+def test_a_signal_to_every_process(tmp_path: Path, phase: str, number: signal.Signals) -> None:
+    """As systemd sends it to a control group: nodes and agent first, the controller last."""
+    with run_for(phase, tmp_path) as run:
+        run.reach(phase)
+        found = run.processes()
+        for pid in sorted(found.values(), key=lambda pid: pid == run.pid):
+            os.kill(pid, number)
+        time.sleep(0.05)
+        assert run.finish(FINAL_S) == 75
+        assert not run.metrics("death")
+        assert "error" not in run.err
+        if phase in ("train", "finish"):
+            assert run.step_to_resume() > 0
+            assert run.status()["state"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("node", "number"),
+    [("shard-1", signal.SIGSTOP), ("agent", signal.SIGSTOP), ("shard-1", signal.SIGKILL)],
+)
+def test_who_cannot_save_was_still_interrupted(
+    tmp_path: Path, node: str, number: signal.Signals
+) -> None:
+    """The signal decides the exit status; why there is no final checkpoint is said."""
+    experiment = digits(stop=ENDLESS, checkpoint={"every": "0.2 s"})
+    with TrainRun(tmp_path, experiment, lease_s=LEASE_S) as run:
+        run.reach("train")
+        wait_for(run.checkpoints, "a checkpoint")
+        pid = run.processes()[node]
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: state(pid) == "T", "a stopped process")
+        run.signal(signal.SIGINT)
+        wait_for(lambda: "stopping: " in run.err, "the answer to it")
+        os.kill(pid, number)
+        assert run.finish(3 * LEASE_S + 5.0) == 130
+        assert run.out.startswith("interrupted: ")
+        assert "the final checkpoint was not taken: " in run.out
+        assert f"no final checkpoint: {node}" in run.err
+        assert "error" not in run.err
+        assert run.step_to_resume() > 0
+        assert run.status()["state"] == "interrupted"
 
 
 @pytest.mark.parametrize("library", ["yaml", "numpy", "zmq"])
