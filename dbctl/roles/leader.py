@@ -100,11 +100,6 @@ class Leader(ABC):
         return self._checkpoints.complete
 
     @property
-    def is_saved(self) -> bool:
-        """Whether the writer has answered for the final cut, or none is to be made."""
-        return self._checkpoints.complete
-
-    @property
     def stop(self) -> StopSpec:
         return self._lead.stop
 
