@@ -147,13 +147,13 @@ class LineSearch:
             self.alpha = min(alpha, (self._best.alpha + self._wall) / 2)
 
     def _inside(self, alpha: float) -> float:
-        """`alpha`, or the middle of the interval if that has not shrunk enough in two steps."""
+        """`alpha`, or the middle where it is not inside or the interval shrinks too slowly."""
         best, other = self._best.alpha, self._other.alpha
-        width = abs(other - best)
-        if width >= _SHRINK * self._widths[0] or not isfinite(alpha):
+        low, high, width = min(best, other), max(best, other), abs(other - best)
+        if width >= _SHRINK * self._widths[0] or not low < alpha < high:
             alpha = best + 0.5 * (other - best)
         self._widths = (self._widths[1], width)
-        if not min(best, other) < alpha < max(best, other):
+        if not low < alpha < high:
             self._fail("the interval closed and no point in it meets the strong Wolfe conditions")
         return alpha
 
