@@ -341,3 +341,32 @@ def _filter_edges(
             if 0 <= row < shape[0] and 0 <= column < shape[1]:
                 weight = (r, q, m, i, j, c) if spec.type == "local2d" else (m, c, i, j)
                 yield (r, q, m), weight, (row, column, c)
+
+
+# --------------------------------------- vectors of batch methods (dbctl/optim/vectors.py), by element
+
+
+def combined(terms: list[tuple[float, Array]], n: int, dtype: str) -> Array:
+    """c1 v1 + c2 v2 + ..., one element and one rounded operation at a time."""
+    scalar = np.dtype(dtype).type
+    out = np.zeros(n, dtype)
+    for i in range(n):
+        products = [scalar(scalar(c) * v[i]) for c, v in terms]
+        total = products[0] if products else scalar(0)
+        for product in products[1:]:
+            total = scalar(total + product)
+        out[i] = total
+    return out
+
+
+def mean_gradient_of(
+    sums: Array, point: Array, *, examples: int, decays: list[tuple[Range, float]]
+) -> tuple[Array, float]:
+    """sums / examples + decay * point, rounded to the point's dtype; and the L2 penalty."""
+    out, penalties = np.zeros_like(point), []
+    for elements, decay in decays:
+        for i in range(elements.start, elements.stop):
+            w = float(point[i])
+            out[i] = float(sums[i]) / examples + decay * w
+            penalties.append(decay / 2 * w * w)
+    return out, math.fsum(penalties)

@@ -5,7 +5,9 @@ docs/protocol.md): a worker says Hello and is welcomed. Its pushes are numbered 
 shard files push `last + 1` only, whole, applies filed pushes one a `step` in the order they came,
 and acknowledges after applying, so a repeated push is never applied twice and an acknowledged one
 is never lost while the shard lives. A fetch waits until the push that it names was applied, and is
-answered with a hand-out of the current buffer. A marked push makes the shard hand out a cut.
+answered with a hand-out of the current buffer. A marked push makes the shard hand out a cut. What
+becomes of a push, and what a fetch gets, is the slice's to say: roles/slice.py for Downpour,
+roles/batch_slice.py for batch methods.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from dbctl.optim.gradients import is_finite
 from dbctl.region import Range
-from dbctl.roles.base import NEVER, NOW, Allocate, Array, Buffer, Effects, Send, View
+from dbctl.roles.base import NEVER, NOW, Allocate, Array, Effects, Send, View
+from dbctl.roles.cut_parts import CutParts
 from dbctl.roles.handouts import Handouts
-from dbctl.roles.slice import Slice, UpdateRule
+from dbctl.roles.slice import Outcome, ShardSlice, Slice, UpdateRule, divide
 from dbctl.wire import (
     Ack,
     Cut,
-    CutPart,
     Fetch,
     Gone,
     Hello,
@@ -42,6 +44,19 @@ from dbctl.wire import (
 CONTROLLER = "controller"
 MAX_STALENESS_BIN = 255
 MAX_STALENESS_COUNTS = 1000  # in one report: a header is bounded (envelope.HEADER_BYTES)
+
+
+S = TypeVar("S", bound=ShardSlice)
+S_co = TypeVar("S_co", bound=ShardSlice, covariant=True)
+
+
+class Start(Protocol[S_co]):
+    """What a shard begins with: its term, and its slices in the order of the flat vector."""
+
+    @property
+    def term(self) -> int: ...
+
+    def slices(self, *, allocate: Allocate, handouts: Handouts) -> Sequence[S_co]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +78,25 @@ class ShardStart:
     term: int = 1
     staleness_scaling: bool = False
 
+    def slices(self, *, allocate: Allocate, handouts: Handouts) -> list[Slice]:
+        found = []
+        for span, decays in divide(self.span, self.partitions, self.decays):
+            own = span.shift(-self.span.start).slice()
+            found.append(
+                Slice(
+                    span,
+                    self.values[own],
+                    {name: vector[own] for name, vector in self.state.items()},
+                    rule=self.rule,
+                    decays=decays,
+                    version=self.version,
+                    allocate=allocate,
+                    handouts=handouts,
+                    staleness_scaling=self.staleness_scaling,
+                )
+            )
+        return found
+
 
 @dataclass(slots=True)
 class _Client:
@@ -72,27 +106,26 @@ class _Client:
     applied: int = 0
     filed: int = 0
     position: Position = field(default_factory=Position)
-    slice: Slice | None = None  # that of its partition, from its first fetch or push on
+    slice: ShardSlice | None = None  # that of its partition, from its first fetch or push on
     answered: int = 0
     answer: Params | None = None
     waiting: Fetch | None = None
     over: bool = False  # declared dead: what still comes of it changes nothing
 
 
-class Shard:
+class Shard(Generic[S]):
+    """`slices`: in the order of the flat vector."""
+
     def __init__(
-        self, start: ShardStart, *, allocate: Allocate, report_s: float = 1.0, resend_s: float = 0.5
+        self, start: Start[S], *, allocate: Allocate, report_s: float = 1.0, resend_s: float = 0.5
     ) -> None:
-        self._name = start.name
-        self._span = start.span
-        self._staleness_scaling = start.staleness_scaling
         self._handouts = Handouts()
-        self._slices = _slices(start, allocate=allocate, handouts=self._handouts)
+        self.slices = start.slices(allocate=allocate, handouts=self._handouts)
+        self._slices = {held.span.start: held for held in self.slices}
         self.term = start.term
         self._clients: dict[str, _Client] = {}
-        self._queue: deque[tuple[_Client, Slice, Push]] = deque()
-        self._cuts: dict[int, int] = {}  # slice -> number of its last cut
-        self._cut_parts: list[CutPart] = []
+        self._queue: deque[tuple[_Client, ShardSlice, Push]] = deque()
+        self._cuts = CutParts(self._handouts, controller=Peer(CONTROLLER, 1), resend_s=resend_s)
         self._updates = 0
         self._bytes_in = 0
         self._bytes_out = 0
@@ -102,31 +135,29 @@ class Shard:
         self._n_told = 0  # how many of the staleness counts the last reports held
         self._report_s = report_s
         self._report_at = NEVER
-        self._resend_s = resend_s
-        self._resend_at = NEVER
 
     @property
     def values(self) -> Array:
         """The current parameters, (len(span),): for tests; never to be written."""
-        arrays = [s.current.array for s in self._slices.values()]
+        arrays = [s.current.array for s in self.slices]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     @property
     def state(self) -> dict[str, Array]:
         """The optimiser state of the whole span: for tests."""
-        states = [s.state for s in self._slices.values()]
+        states = [s.state for s in self.slices]
         return {name: np.concatenate([s[name] for s in states]) for name in states[0]}
 
     @property
     def version(self) -> int:
         """The greatest of the slices' counts of updates."""
-        return max(s.version for s in self._slices.values())
+        return max(s.version for s in self.slices)
 
     @property
     def due(self) -> float:
         if self._next() is not None:
             return NOW
-        return min(self._report_at, self._resend_at)
+        return min(self._report_at, self._cuts.due)
 
     def start(self, now: float) -> Effects:
         self._report_at = now
@@ -141,9 +172,9 @@ class Shard:
             case Gone(node, incarnation):
                 return self._on_gone(Peer(node, incarnation))
             case Cut(number):
-                return [e for s in self._slices.values() for e in self._cut(now, s, number)]
+                return [e for s in self.slices for e in self._cut(now, s, number)]
             case Return(returned):
-                return self._on_return(now, sender, returned)
+                return self._on_return(sender, returned)
         client = self._clients.get(sender.node)
         if client is None or client.peer != sender or client.over:
             return []  # a life that is over, or one that has not said Hello to this term
@@ -193,12 +224,10 @@ class Shard:
         client.filed = client.applied
         client.answer = client.waiting = None
 
-    def _on_return(self, now: float, sender: Peer, returned: int) -> Effects:
+    def _on_return(self, sender: Peer, returned: int) -> Effects:
         self._handouts.take_back(sender, returned)
         if sender.node == CONTROLLER:
-            self._cut_parts = [part for part in self._cut_parts if part.handout > returned]
-            if not self._cut_parts:
-                self._resend_at = NEVER
+            self._cuts.returned(returned)
         return []
 
     def _on_fetch(self, client: _Client, fetch: Fetch) -> Effects:
@@ -218,7 +247,7 @@ class Shard:
         fetch, held = client.waiting, client.slice
         if fetch is None or held is None or client.applied < fetch.after:
             return []
-        buffer = held.current
+        buffer = held.handed_to(client.peer.node)
         client.waiting = None
         client.answered = fetch.number
         client.answer = Params(
@@ -251,39 +280,37 @@ class Shard:
         effects: Effects = []
         ready = self._next()
         if ready is not None:
-            effects += self._apply(now, *ready)
+            effects += self._apply(now, ready)
         if now >= self._report_at:
             self._report_at = now + self._report_s
             effects.append(self._report())
-        if now >= self._resend_at:
-            self._resend_at = now + self._resend_s
-            effects += [Send(CONTROLLER, part) for part in self._cut_parts]
+        if now >= self._cuts.due:
+            effects += self._cuts.send_again(now)
         return effects
 
-    def _next(self) -> tuple[int, Buffer] | None:
-        """The first filed push whose slice can be written: its place in the queue, and where to."""
+    def _next(self) -> int | None:
+        """The place in the queue of the first filed push that its slice can take."""
         tried: set[int] = set()
         for place, (_, held, _) in enumerate(self._queue):
             if held.span.start in tried:
                 continue
             tried.add(held.span.start)
-            target = held.writable()
-            if target is not None:
-                return place, target
+            if held.ready:
+                return place
         return None
 
-    def _apply(self, now: float, place: int, target: Buffer) -> Effects:
+    def _apply(self, now: float, place: int) -> Effects:
         client, held, push = self._queue[place]
         del self._queue[place]
         staleness = max(0, held.version - push.base)
         self._bytes_in += push.payload.nbytes
-        if is_finite(push.payload):
-            divide = max(1, staleness) if self._staleness_scaling else 1
-            held.update(push.payload, target, divide_rate=divide)
-            self._updates += 1
-            self._staleness[client.peer.node, min(staleness, MAX_STALENESS_BIN)] += 1
-        else:
-            self._refused += 1  # the worker checks first; this is the guard (reliability.md, G14)
+        match held.take(push, staleness=staleness):
+            case Outcome.APPLIED:
+                self._updates += 1
+                self._staleness[client.peer.node, min(staleness, MAX_STALENESS_BIN)] += 1
+            case Outcome.REFUSED:
+                # The worker checks first; this is the guard (reliability.md, G14).
+                self._refused += 1
         client.applied = push.seq
         client.position = push.position
         effects: Effects = [
@@ -294,38 +321,13 @@ class Shard:
 
     # ------------------------------------------------------------------------- cuts and reports
 
-    def _cut(self, now: float, held: Slice, number: int) -> Effects:
-        """Hands out a slice's parameters and a copy of its optimiser state (paper A2; ours)."""
-        start, newest = held.span.start, max(self._cuts.values(), default=0)
-        # A newer cut was begun in another slice: this one is given up, and to hand out parts of it
-        # would make the controller give back the newer one's.
-        if number < newest or number == self._cuts.get(start):
-            return []
-        controller = Peer(CONTROLLER, 1)
-        if number > newest:
-            # Whoever asks for a cut has given back all earlier ones: this mends a lost Return.
-            self._handouts.take_back_all(controller)
-            self._cut_parts = []
-        self._cuts[start] = number
-        vectors = held.vectors()
-        parts = [
-            CutPart(
-                number,
-                name,
-                len(vectors) * len(self._slices),
-                self._handouts.hand_out(controller, view.buffer),
-                start,
-                held.version,
-                self.table(held),
-                view,
-            )
-            for name, view in vectors
-        ]
-        self._cut_parts += parts
-        self._resend_at = now + self._resend_s
-        return [*(Send(CONTROLLER, part) for part in parts), self._report()]
+    def _cut(self, now: float, held: ShardSlice, number: int) -> Effects:
+        parts = self._cuts.make(
+            now, number, held, n_slices=len(self.slices), table=self.table(held)
+        )
+        return [*parts, self._report()] if parts else []
 
-    def table(self, held: Slice | None = None) -> tuple[WorkerRow, ...]:
+    def table(self, held: ShardSlice | None = None) -> tuple[WorkerRow, ...]:
         """The dedup table, of one slice or all: each worker's last applied push, its position."""
         return tuple(
             WorkerRow(name, client.peer.incarnation, client.applied, client.position)
@@ -354,26 +356,3 @@ class Shard:
                 tuple(sorted(name for name, client in self._clients.items() if client.over)),
             ),
         )
-
-
-def _slices(start: ShardStart, *, allocate: Allocate, handouts: Handouts) -> dict[int, Slice]:
-    """The slices of a shard by the place of their first element in the flat vector."""
-    decays = list(start.decays) or [(Range(0, len(start.span)), 0.0)]
-    found = {}
-    for partition in start.partitions or (start.span,):
-        span = partition.intersection(start.span)
-        if not span:
-            continue
-        own = span.shift(-start.span.start)
-        parts = [(part.intersection(own), decay) for part, decay in decays]
-        found[span.start] = Slice(
-            span,
-            start.values[own.slice()],
-            {name: vector[own.slice()] for name, vector in start.state.items()},
-            rule=start.rule,
-            decays=[(part.shift(-own.start), decay) for part, decay in parts if part],
-            version=start.version,
-            allocate=allocate,
-            handouts=handouts,
-        )
-    return found

@@ -8,15 +8,83 @@ workers only, has buffers of its own, and counts its own updates, from which sch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
 
+from dbctl.optim.gradients import is_finite
 from dbctl.region import Range
 from dbctl.roles.base import Allocate, Array, Buffer, View
 from dbctl.roles.handouts import Handouts, ParameterBuffers
 from dbctl.wire import Push
+
+
+class Outcome(Enum):
+    """What became of a push; it is acknowledged in every case."""
+
+    APPLIED = "applied"
+    REFUSED = "refused"  # not finite
+    DROPPED = "dropped"  # of an evaluation that is over, or counted before
+
+
+class ShardSlice(Protocol):
+    """What a shard asks of a slice: one of `Slice`, and of roles/batch_slice.py."""
+
+    @property
+    def span(self) -> Range: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def current(self) -> Buffer:
+        """The parameters as they are: for tests."""
+        ...
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """What is saved beside the parameters: for tests."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` can be called now."""
+        ...
+
+    def fits(self, push: Push) -> bool:
+        """Whether this push is one of this slice, whole."""
+        ...
+
+    def take(self, push: Push, *, staleness: int) -> Outcome: ...
+
+    def handed_to(self, reader: str) -> Buffer:
+        """What a node of this name gets when it fetches."""
+        ...
+
+    def vectors(self) -> list[tuple[str, View]]:
+        """For a cut: what is saved. Nobody writes it while it is handed out."""
+        ...
+
+
+def divide(
+    span: Range, partitions: Sequence[Range], decays: Sequence[tuple[Range, float]]
+) -> Iterator[tuple[Range, list[tuple[Range, float]]]]:
+    """The slices of elements `span` of the flat vector, one a partition, in order.
+
+    `decays`: L2 coefficients by elements of the span; each slice's are by its own elements.
+    """
+    for partition in partitions or (span,):
+        part = partition.intersection(span)
+        if not part:
+            continue
+        own = part.shift(-span.start)
+        both = [
+            (elements.intersection(own), decay)
+            for elements, decay in decays or [(Range(0, len(span)), 0.0)]
+        ]
+        yield part, [(elements.shift(-own.start), decay) for elements, decay in both if elements]
 
 
 class UpdateRule(Protocol):
@@ -37,6 +105,13 @@ class UpdateRule(Protocol):
     ) -> None: ...
 
 
+def is_whole(push: Push, span: Range) -> bool:
+    """A worker pushes its partition's whole slice."""
+    if not isinstance(push.payload, np.ndarray):
+        return False
+    return push.start == span.start and len(push.payload) == len(span)
+
+
 class Slice:
     """Elements `span` of the flat vector. `decays`: (elements of the slice, L2 coefficient)."""
 
@@ -51,12 +126,14 @@ class Slice:
         version: int,
         allocate: Allocate,
         handouts: Handouts,
+        staleness_scaling: bool = False,
     ) -> None:
         self.span = span
         self.state = state
         self.version = version
         self._rule = rule
         self._decays = list(decays)
+        self._staleness_scaling = staleness_scaling
         self._allocate = allocate
         self._buffers = ParameterBuffers(values, allocate=allocate, handouts=handouts)
         self._copies: list[Buffer] = []
@@ -69,11 +146,24 @@ class Slice:
         """Where the next update goes; None while readers hold every buffer."""
         return self._buffers.writable()
 
+    @property
+    def ready(self) -> bool:
+        return self.writable() is not None
+
     def fits(self, push: Push) -> bool:
-        """A worker pushes its partition's whole slice."""
-        if not isinstance(push.payload, np.ndarray):
-            return False
-        return push.start == self.span.start and len(push.payload) == len(self.span)
+        return is_whole(push, self.span)
+
+    def take(self, push: Push, *, staleness: int) -> Outcome:
+        if not is_finite(push.payload):
+            return Outcome.REFUSED
+        target = self.writable()
+        assert target is not None, "a push was to wait until a buffer is free"
+        divide_rate = max(1, staleness) if self._staleness_scaling else 1
+        self.update(push.payload, target, divide_rate=divide_rate)
+        return Outcome.APPLIED
+
+    def handed_to(self, reader: str) -> Buffer:
+        return self.current
 
     def update(self, gradient: Array, target: Buffer, *, divide_rate: int) -> None:
         """One update, written into `target`, which becomes the current buffer."""
