@@ -18,7 +18,7 @@ from dbctl.checkpoint.reader import list_checkpoints, newest_good
 from dbctl.cli import evaluate as cli
 from dbctl.cli.main import main
 from dbctl.data.sources import DIGITS_PATH
-from dbctl.errors import RunError, UsageError
+from dbctl.errors import CheckpointError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.launch.base import AgentHandle
 from dbctl.launch.inproc import CONTROLLER, Faults, Network
@@ -342,7 +342,10 @@ def test_no_test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_checkpoint_that_the_run_removes_meanwhile(
-    explicit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    explicit: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`checkpoint: keep` of a run that is going on: the next newest one is measured instead."""
     run_dir, first = begin(
@@ -364,6 +367,38 @@ def test_a_checkpoint_that_the_run_removes_meanwhile(
     words = ["--step", "90"] if explicit else []
     assert main(["eval", str(run_dir.path), *words]) == (1 if explicit else 75)
     assert tried == ([new] if explicit else [new, old])
+    said = capsys.readouterr().err
+    assert ("greater checkpoint.keep or checkpoint.every" in said) == explicit
+
+
+def test_checkpoints_that_go_faster_than_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = ["checkpoint.every=7 steps", "checkpoint.keep=9", "stop.steps=90"]
+    run_dir, first = begin(TEXT, tmp_path / "r", overrides=sets)
+    first.run()
+    assert len(list_checkpoints(run_dir.checkpoints)) > evaluate.MAX_TRIES
+    real_open, n_runs = evaluate.newest_good, []
+
+    def open_late(directory: Path) -> object:
+        if not n_runs:  # the first time it is gone while it is opened, later while it is read
+            shutil.rmtree(list_checkpoints(directory)[0])
+            n_runs.append("opening")
+            raise CheckpointError(str(directory), "cannot be read")
+        return real_open(directory)
+
+    def run(task: evaluate._Task, *_: object, **__: object) -> tuple[str, None]:
+        n_runs.append("reading")
+        shutil.rmtree(task._checkpoint.path)
+        raise RunError("it is gone")
+
+    monkeypatch.setattr(evaluate, "newest_good", open_late)
+    monkeypatch.setattr(evaluate._Task, "run", run)
+    assert main(["eval", str(run_dir.path)]) == 1
+    assert n_runs == ["opening"] + ["reading"] * (evaluate.MAX_TRIES - 1)
+    said = capsys.readouterr().err
+    assert "its run removed it while it was being read, 5 times in a row" in said
+    assert "greater checkpoint.keep or checkpoint.every" in said
 
 
 # ------------------------------------------------------------------------------------- the text

@@ -128,17 +128,30 @@ def _evaluate(
     lease_s: float,
 ) -> tuple[str, Evaluation | None]:
     experiment = load(str(run_dir.resolved))
-    for last in (False,) * (MAX_TRIES - 1) + (True,):
-        checkpoint = _choose(run_dir, request, warn)
-        check_network(checkpoint, experiment)
-        task = _Task(run_dir, experiment, request, checkpoint=checkpoint)
+    for number in range(1, MAX_TRIES + 1):
+        # A run that is going on may remove it meanwhile: `checkpoint: keep`.
+        path = next(iter(checkpoints_by_step(run_dir.checkpoints).values()), None)
         try:
+            checkpoint = _choose(run_dir, request, warn)
+            path = checkpoint.path
+            check_network(checkpoint, experiment)
+            task = _Task(run_dir, experiment, request, checkpoint=checkpoint)
             return task.run(signals, logs=logs, lease_s=lease_s)
-        except DbctlError:
-            # A run that is going on may have removed it meanwhile: `checkpoint: keep`.
-            if last or request.step is not None or checkpoint.path.exists():
+        except DbctlError as error:
+            if path is None or path.exists():
                 raise
+            if request.step is not None or number == MAX_TRIES:
+                raise _removed(path, number) from error
     raise AssertionError("the last try returns or raises")
+
+
+def _removed(path: Path, n_tries: int) -> RunError:
+    tries = f", {n_tries} times in a row" if n_tries > 1 else ""
+    return RunError(
+        f"{path}: its run removed it while it was being read{tries}; give the run a greater "
+        "checkpoint.keep or checkpoint.every (stop it, then `dbctl resume RUN_DIR --set "
+        "checkpoint.keep=N`), or measure once it has ended"
+    )
 
 
 def _choose(run_dir: RunDir, request: Request, warn: Callable[[str], None]) -> Checkpoint:
