@@ -5,9 +5,12 @@ does is in `switch`. A role that computes for seconds still answers beats, keeps
 finds its messages read.
 
     loop:  link.send(to, message)  ->  queue, eventfd  ->  thread: ZeroMQ
-    loop:  link.receive(timeout)   <-  queue           <-  thread: checked, put together, mapped
+    loop:  link.receive(timeout)   <-  queue, eventfd  <-  thread: checked, put together, mapped
+    loop:  link.send(to, Boxes)    ->  pipe  ->  the other's loop: checked, mapped  (line.py)
 
-Between two processes of a host a payload in a `SharedBuffer` is not sent: its description is.
+Between two processes of a host a payload in a `SharedBuffer` is not sent: its description is. What
+others wait for in every pass (`DIRECT`) goes there from loop to loop, past both threads; where that
+cannot be, it goes as all else does.
 """
 
 from __future__ import annotations
@@ -17,16 +20,22 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
-from dbctl.transport.memory import has_memfd
-from dbctl.transport.parcel import Packer
+from dbctl.envelope import Envelope, Shared, with_payload
+from dbctl.errors import PeerError
+from dbctl.transport.line import Line
+from dbctl.transport.memory import Mappings, has_memfd
+from dbctl.transport.parcel import Packer, Refused, unpack
 from dbctl.transport.switch import Settings, Switch
-from dbctl.wire import Message, Peer
+from dbctl.wire import Boxes, Message, Peer
 
 MAX_UNREAD = 4096
 IDLE_S = 60.0
+IPC = "ipc://"
+DIRECT = frozenset({Boxes})  # may overtake what was sent earlier, and are asked for when lost
 
 _log = logging.getLogger("dbctl.link")
 
@@ -76,7 +85,7 @@ class Link:
         self._keeper_endpoint = keeper_endpoint
         self._watch_fd = watch_fd
         self._packer = Packer(run=run, me=self.me, bulk=self.bulk)
-        self._unread: SimpleQueue[tuple[Peer, Message, int] | None] = SimpleQueue()
+        self._unread: SimpleQueue[tuple[Peer, Message, int]] = SimpleQueue()
         # Each is written by one thread only: the difference is what waits for the loop.
         self._bytes_put = 0
         self._bytes_taken = 0
@@ -99,6 +108,9 @@ class Link:
             parent_gone=self._parent_gone,
         )
         self._switch = Switch(self._settings)
+        self._line = Line()
+        self._partners: dict[str, int] = {}  # what is connected: the lives that are heard directly
+        self._mappings = Mappings()
 
     def __enter__(self) -> Link:
         return self.start()
@@ -120,6 +132,8 @@ class Link:
         try:
             if self._listen is not None:
                 self._switch.listen(self._listen)
+                if self._listen.startswith(IPC) and not self._settings.relay:
+                    self._line.listen(_file_of(self._listen))
         except BaseException:
             self.close(0.0)
             raise
@@ -144,6 +158,8 @@ class Link:
             self._switch.submit(lambda: None)
             self._thread.join()
         self._switch.release()
+        self._line.close()
+        self._mappings = Mappings()
 
     def _run(self) -> None:
         try:
@@ -168,7 +184,10 @@ class Link:
         array (copied). A message with no way to its node is dropped and counted: roles send again.
         """
         self._check()
-        self._submit(partial(self._switch.post, to, self._packer.pack(to, message)))
+        frames = self._packer.pack(to, message)
+        alone = type(message) in DIRECT and len(frames) == len(frames[0]) == 1
+        if not (alone and self._line.send(to, frames[0][0])):
+            self._submit(partial(self._switch.post, to, frames))
 
     def receive(self, timeout_s: float | None) -> list[tuple[Peer, Message]]:
         """Everything that has come; waits for the first for `timeout_s` (None: for ever).
@@ -176,32 +195,65 @@ class Link:
         Empty at the timeout, at `wake`, and when the parent is gone. Payloads are flat read-only
         arrays; a shared one is its owner's memory, good until the role hands it back.
         """
-        messages: list[tuple[Peer, Message]] = []
-        try:
-            item = self._unread.get(timeout_s != 0, timeout_s)
-            while True:
-                if item is not None:
-                    peer, message, held_bytes = item
-                    self._bytes_taken += held_bytes
-                    messages.append((peer, message))
-                elif not messages:
-                    break
-                item = self._unread.get_nowait()
-        except Empty:
-            pass
+        messages = self._arrived()
+        if not messages:
+            self._line.wait(timeout_s)
+            messages = self._arrived()
         self._check()
         return messages
 
+    def _arrived(self) -> list[tuple[Peer, Message]]:
+        messages = [item for frame in self._line.read() for item in self._heard(frame)]
+        try:
+            while True:
+                peer, message, held_bytes = self._unread.get_nowait()
+                self._bytes_taken += held_bytes
+                messages.append((peer, message))
+        except Empty:
+            return messages
+
+    def _heard(self, frame: bytes) -> list[tuple[Peer, Message]]:
+        """What came by the line, if a partner may say it there: else it is dropped and counted."""
+        try:
+            envelope = unpack([memoryview(frame)], self._settings.run)
+            return [(envelope.peer, self._direct(envelope))]
+        except Refused as refused:
+            kind, text = refused.kind, refused.text
+        except PeerError as error:
+            kind, text = "payload", str(error)
+        self._submit(partial(self._switch.trouble, kind, text))
+        return []
+
+    def _direct(self, envelope: Envelope) -> Message:
+        message, peer = envelope.message, envelope.peer
+        if self._partners.get(peer.node) != peer.incarnation:
+            raise Refused("line", f"{peer} is not connected, and spoke directly")
+        if type(message) not in DIRECT or envelope.to != self.me.node:
+            raise Refused("line", f"{peer} said {type(message).__name__} directly")
+        if isinstance(envelope.payload, Shared):
+            return with_payload(message, self._mappings.open(envelope.payload, peer))
+        return message
+
     def wake(self) -> None:
         """Ends a `receive` that waits; from any thread, and from a signal handler."""
-        self._unread.put(None)
+        self._line.ring()
 
     def connect(self, node: str, incarnation: int, endpoint: str) -> None:
-        """Connects to that life of `node`, in place of an older one; from any thread."""
+        """Connects to that life of `node`, in place of an older one."""
+        if self._partners.get(node, 0) > incarnation:
+            return
+        if endpoint.startswith(IPC) and self._partners.get(node) != incarnation:
+            self._partners[node] = incarnation
+            self._line.connect(node, _file_of(endpoint))
         self._submit(partial(self._switch.connect, node, incarnation, endpoint))
 
     def forget(self, peer: Peer) -> None:
         """That life of a node is over: drop what is held for it, take nothing more of it."""
+        if self._partners.get(peer.node) == peer.incarnation:
+            # The life stays known, so that nothing of it or of an older one is heard again.
+            self._partners[peer.node] = peer.incarnation + 1
+            self._line.forget(peer.node)
+        self._mappings.forget(peer)
         self._submit(partial(self._switch.forget, peer))
 
     @property
@@ -241,11 +293,16 @@ class Link:
             return False
         self._bytes_put += held_bytes
         self._unread.put((peer, message, held_bytes))
+        self._line.ring()
         return True
 
     def _parent_gone(self) -> None:
         self.closed_by_parent = True
         self.wake()
+
+
+def _file_of(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix(IPC))
 
 
 def _allow_all(peer: Peer, message: Message) -> bool:

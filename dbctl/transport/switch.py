@@ -125,7 +125,7 @@ class Switch:
         try:
             socket = open_dealer(self._context, endpoint, node=node)
         except LaunchError as error:
-            self._trouble("endpoint", str(error))
+            self.trouble("endpoint", str(error))
             return
         outlet = Outlet(socket, incarnation=incarnation)
         self._routes.connections[node] = self._dealers[socket] = outlet
@@ -152,7 +152,7 @@ class Switch:
         """Sends frames that `Packer` made to where `to` is reached."""
         outlet = self._routes.find(to)
         if outlet is None:
-            self._trouble("unroutable", f"no way to {to}")
+            self.trouble("unroutable", f"no way to {to}")
             return
         self._push(outlet, messages)
 
@@ -212,9 +212,9 @@ class Switch:
             try:
                 self._take(socket, route, frames)
             except Refused as refused:
-                self._trouble(refused.kind, refused.text)
+                self.trouble(refused.kind, refused.text)
             except PeerError as error:
-                self._trouble("payload", str(error))
+                self.trouble("payload", str(error))
 
     def _take(self, socket: Socket, route: bytes | None, frames: list[zmq.Frame]) -> None:
         """One message: checked, its way back noted, then answered, passed on or delivered."""
@@ -260,7 +260,7 @@ class Switch:
                 return
             whole = with_payload(message, array)
         if not self.settings.deliver(peer, whole, held_bytes):
-            self._trouble("overflow", "messages come faster than they are worked on; dropped")
+            self.trouble("overflow", "messages come faster than they are worked on; dropped")
 
     # ------------------------------------------------------------ relay, beats, leases
 
@@ -308,7 +308,7 @@ class Switch:
     def _push(self, outlet: Outlet, messages: list[list[Frame]], *, relayed_bytes: int = 0) -> None:
         try:
             if not outlet.post(messages, relayed_bytes=relayed_bytes):
-                self._trouble("full", "a peer takes messages slower than they come; dropped")
+                self.trouble("full", "a peer takes messages slower than they come; dropped")
         except Gone:
             self._lose(outlet)
             return
@@ -333,9 +333,10 @@ class Switch:
     def _lose(self, outlet: Outlet) -> None:
         self._full.discard(outlet)
         self._routes.lose(outlet)
-        self._trouble("unreachable", f"a peer is gone with {outlet.n_waiting} messages for it")
+        self.trouble("unreachable", f"a peer is gone with {outlet.n_waiting} messages for it")
 
-    def _trouble(self, kind: str, text: str) -> None:
+    def trouble(self, kind: str, text: str) -> None:
+        """Counts what was dropped; the first of its kind is told."""
         self.counts[kind] += 1
         if self.counts[kind] == 1:
             node = self.settings.me.node
