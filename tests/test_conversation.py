@@ -146,6 +146,28 @@ def test_passes_follow_each_other_one_at_a_time() -> None:
         talk.begin(give_and_take(outbox(1)))
 
 
+def test_a_pass_that_is_left_asks_for_nothing_and_still_answers() -> None:
+    talk, closed = make(), []
+
+    def passing() -> Generator[Any, Any, None]:
+        try:
+            yield from give_and_take(outbox(1))
+        finally:
+            closed.append(True)
+
+    talk.begin(passing())
+    talk.go_on(0.0)
+    talk.go_on(0.0)
+    talk.abandon()
+    assert closed == [True]
+    assert talk.due == NEVER
+    assert talk.resend(99.0) == []
+    assert len(talk.receive(NAMES[1], Need(1, *STATES))) == 1
+    alone = make(count=1)
+    alone.abandon()  # nothing in hand
+    assert alone.due == NEVER
+
+
 # ------------------------------------------------------------------------------ lost and late
 
 

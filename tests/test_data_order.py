@@ -11,6 +11,7 @@ from dbctl.data.order import (
     batch_rows,
     epoch_order,
     permutation,
+    sample_rows,
     steps_per_epoch,
     subset,
 )
@@ -18,6 +19,7 @@ from tests.reference import serial_permutation
 
 GOLDEN_ROWS = [4, 1, 5, 3, 9, 6, 2, 0, 8, 7]
 GOLDEN_ORDER = [9, 5, 7, 6, 2, 0, 8, 4, 1, 3]
+GOLDEN_SAMPLE = [1, 2, 5, 11, 12, 13]
 
 
 def epoch_of_all(n: int, seed: int, *, replicas: int, batch_size: int, epoch: int) -> list[int]:
@@ -109,3 +111,43 @@ def test_steps_per_epoch() -> None:
     assert [steps_per_epoch(n, 4) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
     with pytest.raises(AssertionError, match="no mini-batch 2"):
         batch_rows(np.arange(5), 2, 4)
+
+
+# -------------------------------------------------------------------- samples of batch methods
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_sample_is_rows_without_repetition_in_rising_order(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 60))
+    size, seed = data.draw(st.integers(1, n)), data.draw(st.integers(0, 2**63 - 1))
+    sample = data.draw(st.integers(1, 1000))
+    rows = sample_rows(n, seed, sample=sample, size=size)
+    assert rows.dtype == np.int64
+    expected = sorted(serial_permutation(n, seed, f"sample {sample}")[:size])
+    assert rows.tolist() == expected
+    assert len(set(expected)) == size
+
+
+def test_samples_differ_by_number_and_by_seed_and_never_change() -> None:
+    def draw(seed: int, sample: int) -> tuple[int, ...]:
+        return tuple(sample_rows(100, seed, sample=sample, size=20).tolist())
+
+    assert len({draw(s, k) for s in (7, 8) for k in (1, 2, 3)}) == 6
+    assert sample_rows(20, 7, sample=3, size=6).tolist() == GOLDEN_SAMPLE
+
+
+def test_every_row_is_in_a_sample_about_equally_often() -> None:
+    counts = np.zeros(10)
+    for sample in range(1, 2001):
+        counts[sample_rows(10, 1, sample=sample, size=3)] += 1
+    assert np.all(np.abs(counts - 600) < 5 * np.sqrt(2000 * 0.3 * 0.7))
+
+
+@pytest.mark.parametrize(
+    ("sample", "size", "message"),
+    [(0, 3, "no sample 0"), (1, 0, "a batch of 0 of 10"), (1, 11, "a batch of 11 of 10")],
+)
+def test_a_sample_has_a_number_and_a_size(sample: int, size: int, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        sample_rows(10, 7, sample=sample, size=size)

@@ -194,3 +194,29 @@ def test_an_answer_that_lacks_own_pushes_has_them_subtracted(read_own: bool) -> 
     # Of holds = 1 the first push is in the answer; the second and what is accrued are not.
     expected = -0.5 - 0.5 * (10 + 100) if read_own else -0.5
     np.testing.assert_allclose(local.parameters, [expected] * 5)
+
+
+def test_what_is_discarded_is_not_pushed() -> None:
+    local = make()
+    fetch(local, [0, 0, 0, 0, 0])
+    accrue(local, [1, 1, 1, 1, 1], step=False)
+    local.discard()
+    assert local.push(0.0, AT, mark=0) == []
+    accrue(local, [2, 2, 2, 2, 2], step=False)
+    assert local.has_slot
+    first, _ = local.push(0.0, AT, mark=0)
+    assert isinstance(first, Send)
+    push = first.message
+    assert isinstance(push, Push)
+    assert (push.seq, push.n_gradients, push.payload.array.tolist()) == (1, 1, [2, 2])
+
+
+def test_versions_are_those_of_the_answers_shard_by_shard() -> None:
+    local = make()
+    local.ask(0.0, after=0)
+    answer(local, 0, [0, 0], version=4)
+    local.copy_answers(0.0)
+    assert local.versions == [4, 0]
+    answer(local, 1, [0, 0, 0], version=5)
+    local.copy_answers(0.0)
+    assert local.versions == [4, 5]

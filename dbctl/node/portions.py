@@ -25,7 +25,9 @@ DENSE = 2  # rows are read ahead where at least one in so many is wanted
 
 
 class NetworkPortions:
-    """The network on portions of `rows`, the whole training set. `share` has `portion` as batch.
+    """The network on portions of `rows`, the whole training set.
+
+    `share` has buffers for min(portion, rows) rows.
 
     Sample 0 is all rows in their order; sample k from 1 is `batch` rows of the seeded permutation
     k. Without `batch` there is only sample 0.
