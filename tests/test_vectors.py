@@ -1,4 +1,4 @@
-"""Sums and dot products of whole vectors, beside plain numpy in float64 and one element at a time."""
+"""Sums and dot products of whole vectors, beside float64 and beside one element at a time."""
 
 from __future__ import annotations
 
