@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dbctl.bundles import Batch
 from dbctl.errors import PlanError
-from dbctl.experiment.specs import DownpourSpec, Experiment
+from dbctl.experiment.specs import DownpourSpec, Experiment, SandblasterSpec
 from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.network import tensors
 from dbctl.model.tensor import Tensor
@@ -24,6 +25,9 @@ ITEM_BYTES = 4
 PROCESS_BYTES = 60 << 20  # what Python with numpy and pyzmq takes before any of ours
 N_PARAMETER_BUFFERS = 3
 STATE_VECTORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
+# Of a batch method besides parameters and float64 sums: gradient, direction, trial and its
+# gradient; two each for the pairs of L-BFGS.
+METHOD_VECTORS = 4
 
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +56,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     statistics: str = ""  # standardize: the run directory's file of means and deviations
     position: Position = BEGINNING
     split: str = "test"
+    training: bool = True  # False: `dbctl eval`
     factory: str = ""  # tests: module:function that builds the role instead of dbctl's own
 
 
@@ -94,8 +99,15 @@ class Plan:
         return spans_within(self.shards, self.cut.span(partition))
 
     def bytes_a_step(self) -> tuple[int, int]:
-        """Bytes that one replica fetches and pushes for one step, on average."""
+        """Bytes that one replica fetches and pushes for one step, on average.
+
+        A step of a batch method is one evaluation of the batch.
+        """
         optimizer = self.experiment.optimizer
+        if isinstance(optimizer, SandblasterSpec):
+            batch = Batch(optimizer.batch or self.rows[0], optimizer.portion, optimizer.send_every)
+            size = self.n_parameters * ITEM_BYTES
+            return size, size * batch.n_bundles // len(self.rows)
         n_fetch = optimizer.n_fetch if isinstance(optimizer, DownpourSpec) else 1
         n_push = optimizer.n_push if isinstance(optimizer, DownpourSpec) else 1
         size = self.n_parameters * ITEM_BYTES
@@ -133,7 +145,7 @@ def make_plan(
     layout = tensors(experiment.network)
     n_parameters = layout[-1].range.stop
     spans = shard_spans(n_parameters, experiment.shards)
-    share = tuple(len(range(r, rows, replicas)) for r in range(replicas))
+    share = _rows_of_replicas(experiment, rows)
     cut = cut_network(
         experiment.network, count=experiment.partition.count, grid=experiment.partition.grid
     )
@@ -150,6 +162,16 @@ def make_plan(
         ),
         rows=share,
     )
+
+
+def _rows_of_replicas(experiment: Experiment, rows: int) -> tuple[int, ...]:
+    """How many rows each replica may compute: its own share, or any (batch methods)."""
+    optimizer, replicas = experiment.optimizer, experiment.replicas
+    if not isinstance(optimizer, SandblasterSpec):
+        return tuple(len(range(r, rows, replicas)) for r in range(replicas))
+    if optimizer.batch is not None and optimizer.batch > rows:
+        raise PlanError(f"optimizer.batch is {optimizer.batch:,}, but data.train has {rows:,} rows")
+    return (rows,) * replicas
 
 
 def make_evaluation_plan(experiment: Experiment, *, rows: int, evaluators: int) -> Plan:
@@ -177,7 +199,12 @@ def make_evaluation_plan(experiment: Experiment, *, rows: int, evaluators: int) 
 
 
 def _shard_nodes(experiment: Experiment, spans: Sequence[ShardSpan]) -> Iterator[NodePlan]:
-    states = STATE_VECTORS[experiment.optimizer.rule.type]
+    optimizer = experiment.optimizer
+    if isinstance(optimizer, SandblasterSpec):
+        pairs = optimizer.history if optimizer.method == "lbfgs" else 0
+        vectors = 1 + METHOD_VECTORS + 2 * pairs + 2
+    else:
+        vectors = N_PARAMETER_BUFFERS + 2 * STATE_VECTORS[optimizer.rule.type]
     for span in spans:
         size = (span.stop - span.start) * ITEM_BYTES
         yield NodePlan(
@@ -185,7 +212,7 @@ def _shard_nodes(experiment: Experiment, spans: Sequence[ShardSpan]) -> Iterator
             role="shard",
             host="localhost",
             threads=1,
-            memory_bytes=PROCESS_BYTES + size * (N_PARAMETER_BUFFERS + 2 * states),
+            memory_bytes=PROCESS_BYTES + size * vectors,
             what=f"parameters {Range(span.start, span.stop)}",
         )
 

@@ -25,6 +25,7 @@ from dbctl.progress.text import Summary
 from dbctl.roles.base import Done, Effects, PlainBuffer, Record, Save
 from dbctl.roles.cuts import CompleteCut
 from dbctl.run.initial_run import settle
+from dbctl.run.methods import state_vectors
 from dbctl.run.resume import prepare
 from dbctl.run.saver import put_part
 from dbctl.run.setting import (
@@ -34,7 +35,6 @@ from dbctl.run.setting import (
     make_nodes,
     open_data,
     plan_of,
-    state_vectors,
 )
 from dbctl.run.train import Life
 from dbctl.rundir import RunDir, RunInfo, create

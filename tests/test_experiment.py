@@ -528,10 +528,24 @@ def test_every_problem_at_once_in_the_order_of_lines() -> None:
     assert "is a key of type downpour, not of type sgd" in str(found[5])
 
 
-@pytest.mark.parametrize("kind", ["sandblaster", "sgdd", "[]", "1"])
+def test_the_line_search_needs_c1_below_c2() -> None:
+    """c2 that is not given is the method's own."""
+    start, stop = EXAMPLE.index("optimizer:"), EXAMPLE.index("stop:")
+
+    def with_method(name: str) -> str:
+        search = "line_search: {c1: 0.2}"
+        optimizer = f"optimizer: {{type: sandblaster, method: {name}, {search}}}\n"
+        return EXAMPLE[:start] + optimizer + EXAMPLE[stop:]
+
+    parse(with_method("lbfgs"))
+    message = only(with_method("conjugate_gradient"))
+    assert "optimizer.line_search.c1: expected less than c2, 0.1, found 0.2" in message
+
+
+@pytest.mark.parametrize("kind", ["sandblast", "sgdd", "[]", "1"])
 def test_a_wrong_type_lists_those_that_exist(kind: str) -> None:
     message = only(changed("type: downpour", f"type: {kind}"))
-    assert "optimizer.type: expected one of sgd, downpour, found" in message
+    assert "optimizer.type: expected one of sgd, downpour, sandblaster, found" in message
 
 
 def test_a_wrong_launcher_or_layer() -> None:

@@ -10,20 +10,19 @@ import msgspec
 import pytest
 
 from dbctl.experiment.read import load, parse
-from dbctl.experiment.specs import Experiment, PartitionSpec
+from dbctl.experiment.specs import Experiment, PartitionSpec, SandblasterSpec
 from dbctl.launch.base import AgentHandle
 from dbctl.plan import NodeSpec, Plan, make_evaluation_plan, make_plan
 from dbctl.region import Range
+from dbctl.run.methods import coordinator_start, state_vectors
 from dbctl.run.nodes import Node
 from dbctl.run.setting import (
     Origin,
     beginnings,
-    coordinator_start,
     evaluator_groups,
     make_nodes,
     network_digest,
     resolve_threads,
-    state_vectors,
 )
 from dbctl.wire import Position
 
@@ -141,7 +140,10 @@ def test_evaluators_are_needed_where_nobody_trains(tmp_path: Path) -> None:
 def test_the_coordinator_is_told_of_replicas_with_all_their_partitions() -> None:
     plan = make(count=2)
     positions = {0: Position(5, 0, 5), 1: Position(9, 1, 2)}
-    start = coordinator_start(plan, Origin(positions=positions, examples=7, seconds=1.5))
+    optimizer = plan.experiment.optimizer
+    assert not isinstance(optimizer, SandblasterSpec)
+    origin = Origin(positions=positions, examples=7, seconds=1.5)
+    start = coordinator_start(plan, origin, optimizer)
     assert start.workers == {
         0: ["worker-0.0", "worker-0.1"],
         1: ["worker-1.0", "worker-1.1"],

@@ -15,6 +15,7 @@ from dbctl.experiment.specs import EvaluateSpec, PartitionSpec, StopSpec
 from dbctl.experiment.tree import Path
 from dbctl.model.cut import cut_fault
 from dbctl.model.network import NetworkSpec
+from dbctl.optim.batch import LineSearchSpec, c2_of
 from dbctl.optim.schedules import ScheduleSpec
 from dbctl.region import Box
 
@@ -107,6 +108,16 @@ def _replicas(values: Values) -> Iterator[Fault]:
         yield Fault(("replicas",), message)
 
 
+def _line_search(values: Values) -> Iterator[Fault]:
+    path = ("optimizer", "line_search")
+    search, method = values.get(path), values.get(("optimizer", "method"))
+    if isinstance(search, LineSearchSpec) and method is not None:
+        c2 = c2_of(search, method)
+        if search.c1 >= c2:
+            message = f"expected less than c2, {c2:g}, found {search.c1:g}"
+            yield Fault((*path, "c1"), message)
+
+
 def _shapes(values: Values) -> Iterator[Fault]:
     """Each layer on the nodes of the one below; the first that cannot stand hides those above."""
     shape, path = values.get(("network", "input")), ("network", "layers")
@@ -168,6 +179,7 @@ _CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     _stop,
     _evaluation,
     _replicas,
+    _line_search,
     _shapes,
     _partition,
     _loss,

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
 from dbctl.model.network import NetworkSpec
+from dbctl.optim.batch import BatchMethod, History, LineSearchSpec, Tolerance
 from dbctl.optim.rules import RuleSpec
 
 
@@ -151,7 +152,32 @@ class DownpourSpec:
     slots: Annotated[int, Ge(2), Le(16)] = 2
 
 
-OptimizerSpec = SgdSpec | DownpourSpec
+_LINE_SEARCH = LineSearchSpec()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandblasterSpec:
+    """Distributed batch optimisation: paper A, section 4.2; what it leaves open is ours."""
+
+    type: Literal["sandblaster"] = "sandblaster"
+    method: BatchMethod = "lbfgs"
+    history: History = 10
+    portion: Count = 100
+    send_every: Count = 5
+    batch: Count | None = None
+    backup: bool = True
+    line_search: LineSearchSpec = _LINE_SEARCH
+    tolerance: Tolerance = 1e-5
+    l2: Annotated[float, Ge(0)] = 0.0
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of one pass forward and backward."""
+        return self.portion
+
+
+OptimizerSpec = SgdSpec | DownpourSpec | SandblasterSpec
+OnlineSpec = SgdSpec | DownpourSpec  # an update a mini-batch, by a rule
 
 
 # ------------------------------------------------------------------------------------------- run

@@ -7,26 +7,38 @@ a shard loads no data, a worker no optimiser state.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from dbctl.checkpoint.layout import PARAMETERS
 from dbctl.checkpoint.reader import Checkpoint, open_checkpoint
 from dbctl.data.dataset import Dataset
 from dbctl.data.order import subset
 from dbctl.data.prepare import Statistics
 from dbctl.data.sources import open_source
 from dbctl.experiment.resolve import from_json
-from dbctl.experiment.specs import DownpourSpec, Experiment, SgdSpec, SourceSpec
+from dbctl.experiment.specs import (
+    DownpourSpec,
+    Experiment,
+    SandblasterSpec,
+    SgdSpec,
+    SourceSpec,
+)
 from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.initial import fill_initial
 from dbctl.model.network import tensors
 from dbctl.node.compute import EVALUATION_BATCH, NetworkGradient, NetworkMeasure, Share
+from dbctl.node.portions import NetworkPortions
 from dbctl.optim.gradients import prepare
+from dbctl.optim.methods import saved_names
 from dbctl.optim.schedules import rate_at
 from dbctl.optim.updates import make_rule
 from dbctl.plan import NodeSpec
 from dbctl.region import Range
 from dbctl.roles.base import Allocate, Array, Role
+from dbctl.roles.batch_shard import BatchShard, BatchShardStart
+from dbctl.roles.batch_worker import BatchWorker, BatchWorkerStart
 from dbctl.roles.downpour import Downpour, DownpourStart
 from dbctl.roles.evaluator import Evaluator
 from dbctl.roles.shard import Shard, ShardStart
@@ -52,42 +64,56 @@ def cut_of(experiment: Experiment) -> NetworkCut:
     )
 
 
-def build_shard(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> Shard:
+def build_shard(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> Role:
     mine = next(s for s in spec.shards if s.node == spec.node)
     span, cut = Range(mine.start, mine.stop), cut_of(experiment)
     optimizer = experiment.optimizer
+    common: dict[str, Any] = {
+        "name": spec.node,
+        "span": span,
+        "decays": decays(cut, span, l2=optimizer.l2),
+        "partitions": [cut.span(p) for p in range(cut.count)],
+        "term": TERM,
+    }
+    if isinstance(optimizer, SandblasterSpec):
+        # An evaluation reads the parameters only, and no state is made before it is written.
+        checkpoint = open_checkpoint(Path(spec.restore), verify=False) if spec.restore else None
+        saved = checkpoint.manifest.vectors if checkpoint and spec.training else ()
+        state = {n: np.zeros(len(span), np.float32) for n in saved if n != PARAMETERS}
+        values, _ = _values(spec, experiment, state, cut=cut, span=span)
+        kept = saved_names(optimizer.method, history=optimizer.history)
+        start = BatchShardStart(**common, values=values, state=state, kept=kept)
+        return BatchShard(start, allocate=allocate)
     rule = make_rule(optimizer.rule, size=len(span))
     state = rule.new_state(len(span), "float32")
+    values, version = _values(spec, experiment, state, cut=cut, span=span)
+    scaling = isinstance(optimizer, DownpourSpec) and optimizer.staleness_scaling
+    online = ShardStart(
+        **common, values=values, state=state, rule=rule, version=version, staleness_scaling=scaling
+    )
+    return Shard(online, allocate=allocate)
+
+
+def _values(
+    spec: NodeSpec, experiment: Experiment, state: dict[str, Array], *, cut: NetworkCut, span: Range
+) -> tuple[Array, int]:
+    """Parameters `span` and their count of updates; `state` is filled as far as it was saved."""
     values = np.zeros(len(span), np.float32)
-    version = 0
     if spec.restore:
         # The controller has verified the checksums of all files before any node was started.
         checkpoint = open_checkpoint(Path(spec.restore), verify=False)
-        version = checkpoint.manifest.updates
-        restore(values, "parameters", checkpoint, cut=cut, span=span)
+        restore(values, PARAMETERS, checkpoint, cut=cut, span=span)
         for name, vector in state.items():
             # An evaluation may read a run of batch methods, which saves no such state.
             if name in checkpoint.manifest.vectors:
                 restore(vector, name, checkpoint, cut=cut, span=span)
-    elif spec.initialize:
+        return values, checkpoint.manifest.updates
+    if spec.initialize:
         checkpoint = open_checkpoint(Path(spec.initialize), verify=False)
-        restore(values, "parameters", checkpoint, cut=cut, span=span)
+        restore(values, PARAMETERS, checkpoint, cut=cut, span=span)
     else:
         begin(values, cut, span, seed=experiment.seed)
-    scaling = isinstance(optimizer, DownpourSpec) and optimizer.staleness_scaling
-    start = ShardStart(
-        name=spec.node,
-        span=span,
-        values=values,
-        state=state,
-        rule=rule,
-        decays=decays(cut, span, l2=optimizer.l2),
-        partitions=[cut.span(p) for p in range(cut.count)],
-        version=version,
-        term=TERM,
-        staleness_scaling=scaling,
-    )
-    return Shard(start, allocate=allocate)
+    return values, 0
 
 
 def restore(
@@ -121,8 +147,10 @@ def decays(cut: NetworkCut, span: Range, *, l2: float) -> list[tuple[Range, floa
     return parts
 
 
-def build_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> Downpour:
+def build_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> Role:
     optimizer = experiment.optimizer
+    if isinstance(optimizer, SandblasterSpec):
+        return build_batch_worker(spec, experiment, allocate)
     cut = cut_of(experiment)
     batch_size = optimizer.batch_size
     gradient = NetworkGradient(
@@ -155,6 +183,31 @@ def build_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> 
         tensors=[tensor.name for tensor in tensors(experiment.network)],
     )
     return Downpour(start, allocate=allocate)
+
+
+def build_batch_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> BatchWorker:
+    optimizer = experiment.optimizer
+    assert isinstance(optimizer, SandblasterSpec)
+    cut = cut_of(experiment)
+    train = experiment.data.train
+    rows = Dataset(open_source(train), train, statistics=_statistics(spec, train))
+    gradient = NetworkPortions(
+        Share(cut, spec.partition, batch_size=min(optimizer.portion, len(rows)), allocate=allocate),
+        rows,
+        seed=experiment.seed,
+        portion=optimizer.portion,
+        send_every=optimizer.send_every,
+        batch=optimizer.batch,
+    )
+    prepare(len(cut.span(spec.partition)), "float32")
+    start = BatchWorkerStart(
+        gradient=gradient,
+        shards=spec.shards,
+        origin=cut.span(spec.partition).start,
+        partition=spec.partition,
+        partners=dict(spec.partners),
+    )
+    return BatchWorker(start, allocate=allocate)
 
 
 def _rows_of(spec: NodeSpec, experiment: Experiment) -> Dataset:

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Scalar = np.floating[Any]
 
-# Elements. Of 16 to 1024 K, 256 was the fastest for every rule at 1 and 4 M parameters, by 5 to 20 %
-# over 128 (1 MiB of second-level cache, 32 of third).
+# Elements. Of 16 to 1024 K, 256 was the fastest for every rule at 1 and 4 M parameters, by 5 to
+# 20 % over 128 (1 MiB of second-level cache, 32 of third).
 BLOCK = 1 << 18
 
 

@@ -25,6 +25,10 @@ from dbctl.optim.commands import (
 )
 from dbctl.optim.iteration import TAKE_TRIAL, Direction, iterate
 
+# The direction of the iteration before. Apart from DIRECTION, which the search of an iteration that
+# is abandoned and done again has overwritten.
+LAST_DIRECTION = "last_direction"
+
 
 def conjugate_gradient(
     line_search: LineSearchSpec,
@@ -49,7 +53,7 @@ def conjugate_gradient(
 
 def saved_names() -> tuple[str, ...]:
     """The vectors that a later iteration reads."""
-    return (PARAMETERS, GRADIENT, DIRECTION)
+    return (PARAMETERS, GRADIENT, LAST_DIRECTION)
 
 
 class _LastDirection:
@@ -77,18 +81,19 @@ class _LastDirection:
             return None
         if not self._beta * self._slope - self._squared_norm < 0:
             return None
-        return Direction(((-1.0, GRADIENT), (self._beta, DIRECTION)), scaled=False)
+        return Direction(((-1.0, GRADIENT), (self._beta, LAST_DIRECTION)), scaled=False)
 
     def columns(self) -> tuple[str, ...]:
-        return (DIRECTION,)
+        return (LAST_DIRECTION,)
 
     def renew(self, dots: Scalars) -> None:
         self._squared_norm, self._slope = dots
 
     def accept(self) -> Command:
         # After the swap TRIAL_GRADIENT is the gradient at the point before.
-        columns = (GRADIENT, TRIAL_GRADIENT, DIRECTION)
-        return Command(swap=TAKE_TRIAL, rows=(GRADIENT,), columns=columns)
+        columns = (GRADIENT, TRIAL_GRADIENT, LAST_DIRECTION)
+        swap = (*TAKE_TRIAL, (DIRECTION, LAST_DIRECTION))
+        return Command(swap=swap, rows=(GRADIENT,), columns=columns)
 
     def accepted(self, dots: Scalars) -> None:
         new_new, new_old, self._slope = dots

@@ -65,6 +65,11 @@ class Checkpoints:
         """The mark (number, step) that belongs into a grant of this replica, or (0, 0)."""
         return self._cuts.mark_for(replica)
 
+    def ask_between(self) -> Effects:
+        """A cut asked of the shards directly, on the way: nothing is under way (batch methods)."""
+        self._cuts.ask(None, final=False)
+        return self.ask_again()
+
     def dead(self, now: float, replica: int) -> None:
         if self._cuts.dead(replica):
             self._ask_at = now
@@ -95,8 +100,8 @@ class Checkpoints:
         return self.ask_again()
 
     def ask_again(self) -> Effects:
-        """The last cut, as long as it has not come."""
-        if not self._last_asked or self._cuts.being_written or self.complete:
+        """The cut that was asked of the shards directly, as long as it has not come."""
+        if not self._cuts.is_direct or self._cuts.being_written:
             return []
         cut = Cut(self._cuts.number)
         return [Send(shard, cut) for shard in self._shards]

@@ -40,6 +40,7 @@ class _Gathering:
     replica: int | None  # whose push carries the mark; None: the shards were asked directly
     mark_step: int
     parts: dict[tuple[str, str, int], CutPart] = field(default_factory=dict)
+    final: bool = False
     handed_over: bool = False
 
 
@@ -73,11 +74,20 @@ class Cuts:
             return 0, 0
         return cut.number, cut.mark_step
 
-    def ask(self, replica: int | None, mark_step: int = 0) -> int:
-        """Begins a cut and gives its number; an unfinished one is dropped."""
+    @property
+    def is_direct(self) -> bool:
+        """The cut under way was asked of the shards directly."""
+        return self._now is not None and self._now.replica is None
+
+    def ask(self, replica: int | None, mark_step: int = 0, *, final: bool = True) -> int:
+        """Begins a cut and gives its number; an unfinished one is dropped.
+
+        `replica` None: the shards are asked directly, at the end of the run if `final`.
+        """
         assert not self.being_written, "a cut is being written"
         self._n_asked += 1
-        self._now = _Gathering(self._n_asked, replica, mark_step)
+        final = final and replica is None
+        self._now = _Gathering(self._n_asked, replica, mark_step, final=final)
         return self._n_asked
 
     def dead(self, replica: int) -> bool:
@@ -140,7 +150,7 @@ class Cuts:
             rows=rows,
             updates=max(part.version for part in cut.parts.values()),
             dropped=dropped,
-            final=cut.replica is None,
+            final=cut.final,
         )
 
 

@@ -109,7 +109,8 @@ class Leader(ABC):
 
     def _timed(self) -> float:
         """When something is due by the clock: `stop: seconds`, `every: N s`."""
-        return min(self._next_evaluation.at, self._checkpoints.at, self._stop_at)
+        evaluation_at = NEVER if self._evaluations.busy else self._next_evaluation.at
+        return min(evaluation_at, self._checkpoints.at, self._stop_at)
 
     def start(self, now: float) -> Effects:
         self.figures.begin(now)

@@ -14,7 +14,7 @@ from dbctl.errors import RunError
 from dbctl.progress.display import Display
 from dbctl.progress.text import Snapshot
 from dbctl.roles.base import Record
-from dbctl.roles.coordinator import Coordinator
+from dbctl.roles.leader import Leader
 from dbctl.run.nodes import Nodes, describe_end
 from dbctl.run.saver import Saved
 from dbctl.rundir import Metrics, RunDir
@@ -32,7 +32,7 @@ class RunRecords:
         self,
         run_dir: RunDir,
         display: Display,
-        coordinator: Coordinator,
+        coordinator: Leader,
         *,
         now: Callable[[], float],
     ) -> None:

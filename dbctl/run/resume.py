@@ -20,12 +20,13 @@ from dbctl.data.sources import digest
 from dbctl.errors import CheckpointError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.resolve import to_yaml
-from dbctl.experiment.specs import Experiment, StopSpec
+from dbctl.experiment.specs import Experiment, SandblasterSpec, StopSpec
 from dbctl.model.network import tensors
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.run.find import find
+from dbctl.run.methods import METHOD, described, state_vectors
 from dbctl.run.setting import (
     LEASE_S,
     STATISTICS,
@@ -34,7 +35,6 @@ from dbctl.run.setting import (
     network_digest,
     open_data,
     plan_of,
-    state_vectors,
 )
 from dbctl.run.signals import Signals
 from dbctl.run.train import Life
@@ -120,6 +120,7 @@ def prepare(run_dir: RunDir, overrides: Sequence[str] = ()) -> Resumption:
         positions=positions,
         examples=manifest.examples,
         seconds=manifest.seconds,
+        method=manifest.extra.get(METHOD, {}),
     )
     return Resumption(
         plan=plan,
@@ -163,7 +164,7 @@ def _check_rule(checkpoint: Checkpoint, experiment: Experiment) -> None:
         raise CheckpointError(
             str(checkpoint.path),
             f"holds the state of another rule ({', '.join(saved)}), expected that of "
-            f"{experiment.optimizer.rule.type} ({', '.join(wanted)}); give the rule it was "
+            f"{described(experiment)} ({', '.join(wanted)}); give the rule it was "
             "trained with",
         )
 
@@ -190,6 +191,9 @@ def beginnings(manifest: Manifest, plan: Plan) -> tuple[dict[int, Position], int
     experiment, rows = plan.experiment, manifest.rows
     batch_size = experiment.optimizer.batch_size
     replicas = experiment.replicas
+    if isinstance(experiment.optimizer, SandblasterSpec):
+        # Iterations are nobody's own: the first row has them all.
+        return {r: Position(manifest.step if r == 0 else 0) for r in range(replicas)}, 0
     if replicas == len(rows):
         for row in rows:
             _check_row(row, steps_per_epoch(plan.rows[row.replica], batch_size))
@@ -227,12 +231,19 @@ def _reached(manifest: Manifest, stop: StopSpec) -> list[str]:
     """The keys of `stop` that the checkpoint is at or past."""
     done = {
         "steps": manifest.step,
-        "epochs": min((row.epoch for row in manifest.rows if row.step), default=0),
+        "epochs": _whole_epochs(manifest),
         "seconds": manifest.seconds,
         "test_accuracy": manifest.extra.get("test_accuracy") or 0.0,
     }
     limits = asdict(stop)
     return [key for key, at in done.items() if limits[key] is not None and at >= limits[key]]
+
+
+def _whole_epochs(manifest: Manifest) -> float:
+    """What each replica has behind it; of a batch method, which has no such count, all passes."""
+    if METHOD in manifest.extra:
+        return manifest.epochs
+    return min((row.epoch for row in manifest.rows if row.step), default=0)
 
 
 def _what_next(manifest: Manifest, stop: StopSpec) -> str:
@@ -253,7 +264,7 @@ def _already_finished(run_dir: RunDir, manifest: Manifest, stop: StopSpec) -> Su
             known = {key: value for key, value in status.items() if isinstance(value, float)}
     return Summary(
         run_dir=str(run_dir.path),
-        status="done",
+        status=manifest.extra.get("status", "done"),
         steps=manifest.step,
         epochs=manifest.epochs,
         examples=manifest.examples,

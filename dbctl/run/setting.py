@@ -10,19 +10,16 @@ import hashlib
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from dbctl.data.order import steps_per_epoch
 from dbctl.data.prepare import statistics
 from dbctl.data.sources import Source, check, open_source
 from dbctl.experiment.resolve import to_json
-from dbctl.experiment.specs import DownpourSpec, Experiment
+from dbctl.experiment.specs import Experiment
 from dbctl.launch.base import AgentHandle, start_order
-from dbctl.optim.updates import make_rule
 from dbctl.plan import NodePlan, NodeSpec, Plan, make_plan
-from dbctl.roles.coordinator import CoordinatorStart
-from dbctl.roles.figures import Part
 from dbctl.run.nodes import Node
 from dbctl.rundir import RunDir
 from dbctl.wire import BEGINNING, Position
@@ -44,6 +41,7 @@ class Origin:
     positions: Mapping[int, Position]
     examples: int = 0
     seconds: float = 0.0
+    method: Mapping[str, Any] = field(default_factory=dict)  # a batch method's own (run/methods.py)
 
 
 def new_run_id() -> str:
@@ -101,47 +99,12 @@ def beginnings(replicas: int) -> dict[int, Position]:
     return dict.fromkeys(range(replicas), BEGINNING)
 
 
-def coordinator_start(plan: Plan, origin: Origin) -> CoordinatorStart:
-    experiment, optimizer = plan.experiment, plan.experiment.optimizer
-    downpour = optimizer if isinstance(optimizer, DownpourSpec) else None
-    warmstart = downpour.warmstart.steps if downpour and downpour.warmstart else 0
-    return CoordinatorStart(
-        workers={
-            replica: [node.node for node in plan.replica_of(replica)]
-            for replica in range(len(plan.rows))
-        },
-        parts={
-            replica: Part(
-                rows=rows,
-                steps_per_epoch=steps_per_epoch(rows, optimizer.batch_size),
-                begin=origin.positions[replica],
-            )
-            for replica, rows in enumerate(plan.rows)
-        },
-        shards=[span.node for span in plan.shards],
-        evaluators=evaluator_groups(plan),
-        stop=experiment.stop,
-        evaluate=experiment.evaluate.every,
-        checkpoint=experiment.checkpoint.every,
-        warmstart=warmstart,
-        max_lead=downpour.max_lead if downpour else None,
-        min_replicas=experiment.min_replicas,
-        examples=origin.examples,
-        seconds=origin.seconds,
-    )
-
-
 def evaluator_groups(plan: Plan) -> list[list[str]]:
     """The nodes of each evaluator in the order of their partitions."""
     groups: dict[int, list[str]] = {}
     for node in plan.of_role("evaluator"):
         groups.setdefault(node.replica, []).append(node.node)
     return list(groups.values())
-
-
-def state_vectors(experiment: Experiment) -> list[str]:
-    """The vectors of a checkpoint: parameters, then the rule's state."""
-    return ["parameters", *make_rule(experiment.optimizer.rule, fast=False).state_names]
 
 
 def make_nodes(
@@ -180,6 +143,7 @@ def make_nodes(
             statistics=str(statistics_path) if statistics_path.exists() else "",
             position=origin.positions.get(node.replica, BEGINNING),
             split=split,
+            training=bool(plan.of_role("worker")),
             factory=(factories or {}).get(node.role, ""),
         )
         nice = EVALUATOR_NICE if node.role == "evaluator" else 0

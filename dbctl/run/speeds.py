@@ -26,13 +26,14 @@ from numpy.typing import NDArray
 
 from dbctl.data.dataset import Dataset
 from dbctl.data.sources import Source
-from dbctl.experiment.specs import Experiment
+from dbctl.experiment.specs import Experiment, SandblasterSpec
 from dbctl.forecast import LayerSpeed, Speeds
 from dbctl.launch.base import make_runtime
 from dbctl.model.losses import LOSSES, loss_gradient
 from dbctl.model.network import LayerSpec, node_shapes, tensors
 from dbctl.model.passes import KERNELS
 from dbctl.optim.gradients import is_finite
+from dbctl.optim.rules import SgdRuleSpec
 from dbctl.optim.updates import make_rule
 from dbctl.region import Box
 from dbctl.roles.base import View
@@ -182,7 +183,10 @@ def _batch_s(experiment: Experiment, train: Source) -> float:
 
 def _servers_s(experiment: Experiment, size: int) -> tuple[float, float]:
     """Seconds a parameter, of the worker's side and of the shard's."""
-    rule = make_rule(experiment.optimizer.rule, size=size)
+    optimizer = experiment.optimizer
+    # What a shard does with a bundle is about what plain SGD does with a push.
+    of_shard = SgdRuleSpec(rate=1.0) if isinstance(optimizer, SandblasterSpec) else optimizer.rule
+    rule = make_rule(of_shard, size=size)
     state = rule.new_state(size, "float32")
     random = np.random.default_rng(0)
     gradient, values = (random.standard_normal(size, np.float32) for _ in range(2))

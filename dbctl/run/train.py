@@ -31,9 +31,9 @@ from dbctl.plan import Plan
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.roles.base import Save
-from dbctl.roles.coordinator import Coordinator
 from dbctl.roles.cuts import CompleteCut
 from dbctl.run.initial_run import settle
+from dbctl.run.methods import extra_of, leader_of, state_vectors
 from dbctl.run.records import RunRecords
 from dbctl.run.saver import Saver
 from dbctl.run.session import Outcome, Session
@@ -41,7 +41,6 @@ from dbctl.run.setting import (
     LEASE_S,
     Origin,
     beginnings,
-    coordinator_start,
     keep_statistics,
     make_nodes,
     network_digest,
@@ -49,12 +48,18 @@ from dbctl.run.setting import (
     open_data,
     plan_of,
     resolve_threads,
-    state_vectors,
 )
 from dbctl.run.signals import Signals
 from dbctl.rundir import RunDir, RunInfo, create
 
-EXIT_CODES = {"done": 0, "failed": 1, "stopped": 75, "interrupted": 130}
+FINISHED = ("done", "converged", "max_iterations")
+EXIT_CODES = {
+    **dict.fromkeys(FINISHED, 0),
+    "failed": 1,
+    "line_search_failed": 1,
+    "stopped": 75,
+    "interrupted": 130,
+}
 
 
 def prepare(path: str, overrides: Sequence[str]) -> Plan:
@@ -118,7 +123,7 @@ class Life:
         self.display = display
         self.origin = origin
         self.run_id = new_run_id()
-        self.coordinator = Coordinator(coordinator_start(plan, origin))
+        self.coordinator = leader_of(plan, origin)
         self._digest = network_digest(plan.experiment)
         self._data = data
 
@@ -209,10 +214,12 @@ class Life:
                 ),
                 extra={
                     "dropped_pushes": cut.dropped,
-                    "finished": cut.final and self.coordinator.status == "done",
+                    "status": self.coordinator.status,
+                    "finished": cut.final and self.coordinator.status in FINISHED,
                     "stop": asdict(self.experiment.stop),
                     "data": self._data,
                     "test_accuracy": figures.test_accuracy,
+                    **extra_of(self.coordinator),
                 },
             ),
         )
@@ -236,7 +243,7 @@ class Life:
         return EXIT_CODES[outcome.status]
 
     def _error(self, outcome: Outcome, records: RunRecords) -> DbctlError | str | None:
-        if outcome.status != "failed":
+        if EXIT_CODES[outcome.status] != 1:
             return None
         return outcome.error or outcome.reason
 
