@@ -48,6 +48,7 @@ from dbctl.process import (
     leave_signals,
     log,
     one_line,
+    raise_descriptor_limit,
     tail,
 )
 from dbctl.transport.link import Link
@@ -294,6 +295,7 @@ def main(argv: list[str]) -> int:
     """Runs an agent to its end; 0 whatever ended it, the reason is in its log."""
     leave_signals()  # its nodes inherit it: none is without between its birth and its first line
     options = parse(argv)
+    raise_descriptor_limit()
     end_with_parent(signal.SIGCONT)  # a stopped agent must wake to see that its parent is gone
     link = Link(
         run=options.run,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import stat
 import sys
@@ -112,6 +113,17 @@ def end_with_parent(signal_number: int) -> None:
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal_number), 0, 0, 0)
+
+
+def raise_descriptor_limit() -> int:
+    """Lets this process, and what it starts, open as many files as the hard limit allows.
+
+    Returns the limit that holds now (RLIM_INFINITY: none).
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS allows less than its hard limit says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 # What asks a run to end. Whoever sends one to every process of a run means the run: it is the

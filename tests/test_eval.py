@@ -398,7 +398,9 @@ def test_checkpoints_that_go_faster_than_they_are_read(
     assert main(["eval", str(run_dir.path)]) == 1
     assert n_runs == ["opening"] + ["reading"] * (evaluate.MAX_TRIES - 1)
     said = capsys.readouterr().err
-    assert f"its run removed it while it was being read, {evaluate.MAX_TRIES} times in a row" in said
+    assert (
+        f"its run removed it while it was being read, {evaluate.MAX_TRIES} times in a row" in said
+    )
     assert "greater checkpoint.keep or checkpoint.every" in said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,7 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbctl.process import clear_runtime, escape, escape_line, log, one_line, tail
+from dbctl.process import (
+    clear_runtime,
+    escape,
+    escape_line,
+    log,
+    one_line,
+    raise_descriptor_limit,
+    tail,
+)
 from tests.cluster.harness import state, wait_until
 
 
@@ -116,3 +125,13 @@ def test_the_kernel_ends_a_child_whose_parent_was_killed(stopped: bool) -> None:
         parent.kill()
         parent.wait()
         assert parent.stdout.read() == b"", "its output is closed: it has ended"
+
+
+def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        assert raise_descriptor_limit() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

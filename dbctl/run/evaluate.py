@@ -34,6 +34,7 @@ from dbctl.run.find import find
 from dbctl.run.nodes import Nodes
 from dbctl.run.predictions import PredictionsFile
 from dbctl.run.resume import check_network
+from dbctl.run.room import check_room
 from dbctl.run.saver import Saved
 from dbctl.run.session import Outcome, Session
 from dbctl.run.setting import (
@@ -136,6 +137,8 @@ def _evaluate(
             path = checkpoint.path
             check_network(checkpoint, experiment)
             task = _Task(run_dir, experiment, request, checkpoint=checkpoint)
+            for warning in task.check_room():
+                warn(warning)
             return task.run(signals, logs=logs, lease_s=lease_s)
         except DbctlError as error:
             if path is None or path.exists():
@@ -185,6 +188,12 @@ class _Task:
         self._request = request
         self._checkpoint = checkpoint
         self._source = self._open()
+        self._plan = make_evaluation_plan(
+            experiment, rows=self._source.rows, evaluators=request.workers
+        )
+
+    def check_room(self) -> list[str]:
+        return check_room(self._plan, None, self._source)
 
     def _open(self) -> Source:
         data, split = self._experiment.data, self._request.split
@@ -227,10 +236,7 @@ class _Task:
     def _session(
         self, signals: Signals, records: _Records, *, logs: str, lease_s: float
     ) -> Outcome:
-        request = self._request
-        plan = make_evaluation_plan(
-            self._experiment, rows=self._source.rows, evaluators=request.workers
-        )
+        request, plan = self._request, self._plan
         run, runtime = new_run_id(), make_runtime()
         launcher = LocalLauncher(runtime=runtime, run=run, logs=logs, lease_s=lease_s)
         session = Session(

@@ -27,6 +27,7 @@ from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.run.find import find
 from dbctl.run.methods import METHOD, described, state_vectors
+from dbctl.run.room import check_room
 from dbctl.run.setting import (
     LEASE_S,
     STATISTICS,
@@ -113,6 +114,7 @@ def prepare(run_dir: RunDir, overrides: Sequence[str] = ()) -> Resumption:
     if experiment.data.train.standardize and not (run_dir.path / STATISTICS).exists():
         keep_statistics(experiment, train, run_dir)
     plan = plan_of(experiment, train, test)
+    warnings = [*warnings, *check_room(plan, train, test)]
     manifest = checkpoint.manifest
     positions, left_out = beginnings(manifest, plan)
     origin = Origin(

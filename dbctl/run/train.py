@@ -35,6 +35,7 @@ from dbctl.roles.cuts import CompleteCut
 from dbctl.run.initial_run import settle
 from dbctl.run.methods import extra_of, leader_of, state_vectors
 from dbctl.run.records import RunRecords
+from dbctl.run.room import check_room
 from dbctl.run.saver import Saver
 from dbctl.run.session import Outcome, Session
 from dbctl.run.setting import (
@@ -83,6 +84,8 @@ def train(
         train_data, test_data = open_data(experiment)
         experiment, initial = _settled(experiment, path, overrides, warn=display.warn)
         plan = plan_of(experiment, train_data, test_data)
+        for warning in check_room(plan, train_data, test_data):
+            display.warn(warning)
         directory = create(Path(run_dir) if run_dir else None, experiment.name)
         with directory:
             directory.write_experiment(Path(path).read_bytes())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,3 +110,23 @@ def test_a_path_that_is_no_text(tmp_path: Path) -> None:
         assert run.finish() == 2
         assert "has bytes that are not UTF-8" in run.err
         assert not run.dir.exists()
+
+
+@pytest.mark.parametrize(("hard", "status"), [(None, 130), (30, 3)])
+def test_few_open_files_allowed(tmp_path: Path, hard: int | None, status: int) -> None:
+    """`ulimit -Sn 30` is raised by every process; a hard limit that is too small is told."""
+    experiment = digits(replicas=4, stop=ENDLESS, evaluate="off")
+    with TrainRun(tmp_path, experiment) as run:
+        most = resource.prlimit(run.pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(run.pid, resource.RLIMIT_NOFILE, (30, hard or most))
+        if status == 130:
+            found = {"controller": run.pid, "agent": run.node("agent"), "": run.node("shard-0")}
+            run.until_train()
+            for pid in found.values():
+                assert resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] == most
+            assert len(os.listdir(f"/proc/{found['']}/fd")) > 30, "it needs more than that"
+            run.signal(signal.SIGINT)
+        assert run.finish() == status
+        if status == 3:
+            assert "shard-0 needs about 36, and the hard limit is 30" in run.err
+            assert not run.dir.exists()

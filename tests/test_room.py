@@ -1,0 +1,151 @@
+"""Memory and open files: an error where a run cannot fit, a warning where it is tight."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dbctl.cli.main import main
+from dbctl.data.rows import ArrayRows
+from dbctl.data.sources import Source
+from dbctl.errors import LaunchError
+from dbctl.experiment.read import load
+from dbctl.plan import Plan, make_evaluation_plan, make_plan
+from dbctl.run import room
+
+FILE = Path(__file__).parent.parent / "experiments" / "digits-downpour.yaml"
+MIB = 1 << 20
+N_ROWS, N_TEST_ROWS = 90_000, 30_000
+
+
+def make(*overrides: str) -> Plan:
+    experiment = load(str(FILE), overrides)
+    return make_plan(experiment, rows=N_ROWS, test_rows=N_TEST_ROWS, cores=2)
+
+
+def source(rows: int, dtype: str = "float32", *, path: Path | None = None) -> Source:
+    if path is None:
+        x = np.broadcast_to(np.zeros(1, dtype), (rows, 64))
+    else:
+        x = np.memmap(path, dtype, "w+", shape=(rows, 64))
+    return Source("x", ArrayRows(x), np.zeros(rows, np.int64), (64,))
+
+
+def give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_bytes: int) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemTotal: 999999999 kB\nMemAvailable: {n_bytes >> 10} kB\n")
+    monkeypatch.setattr(room, "MEMINFO", meminfo)
+
+
+def total(plan: Plan, train: Source, test: Source) -> int:
+    held = sum(room.memory_bytes(plan, train, test).values())
+    return held + room.OWN_BYTES * (len(plan.nodes) + 1)
+
+
+# ---------------------------------------------------------------------------------- memory
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan, train, test = make("replicas=3"), source(N_ROWS), source(N_TEST_ROWS)
+    needed = total(plan, train, test)
+    give(monkeypatch, tmp_path, needed - 4096)
+    with pytest.raises(LaunchError) as caught:
+        room.check_room(plan, train, test)
+    said = str(caught.value)
+    assert caught.value.exit_code == 3
+    assert "for the shards + " in said
+    assert " for the workers + " in said
+    assert "7 processes x 24 MiB" in said, "2 shards, 3 workers, an evaluator, the agent"
+    assert f"= {needed / 2**30:.2f} GiB; {needed / 2**30:.2f} GiB are available" in said
+    assert "fewer replicas" in said
+
+
+@pytest.mark.parametrize(("share", "n_warnings"), [(0.81, 1), (0.79, 0)])
+def test_above_80_percent_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share: float, n_warnings: int
+) -> None:
+    plan, train, test = make(), source(N_ROWS), source(N_TEST_ROWS)
+    give(monkeypatch, tmp_path, int(total(plan, train, test) / share))
+    warnings = room.check_room(plan, train, test)
+    assert len(warnings) == n_warnings
+    assert all("memory may not suffice: it needs" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("text", [None, "MemTotal: 5 kB\n", "MemAvailable:\n", "MemAvailable: x"])
+def test_nothing_is_said_where_the_system_does_not_say(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "meminfo").write_text(text)
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    assert room.check_room(make(), source(N_ROWS), source(N_TEST_ROWS)) == []
+
+
+def test_rows_count_as_they_are_kept(tmp_path: Path) -> None:
+    """All rows once over the replicas; a byte where a byte is stored, nothing where it is mapped.
+
+    A mapped file may be larger than the memory: a run on it must not be refused.
+    """
+    plan = make("replicas=3")
+    needed = [
+        room.memory_bytes(plan, source(N_ROWS, dtype, path=path), source(N_TEST_ROWS))["worker"]
+        for dtype, path in [("float32", None), ("uint8", None), ("float32", tmp_path / "x")]
+    ]
+    assert needed[0] - needed[2] == 4 * 64 * N_ROWS
+    assert needed[1] - needed[2] == 64 * N_ROWS
+    evaluator = [
+        room.memory_bytes(plan, None, source(N_TEST_ROWS, dtype))["evaluator"]
+        for dtype in ("float64", "uint8")
+    ]
+    assert evaluator[0] - evaluator[1] == 3 * 64 * N_TEST_ROWS
+
+
+def test_an_evaluation_is_asked_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan = make_evaluation_plan(load(str(FILE)), rows=N_TEST_ROWS, evaluators=2)
+    give(monkeypatch, tmp_path, 1 << 20)
+    with pytest.raises(LaunchError, match="for the evaluators"):
+        room.check_room(plan, None, source(N_TEST_ROWS))
+
+
+def test_train_and_resume_start_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give(monkeypatch, tmp_path, MIB)
+    assert main(["train", str(FILE), "--run-dir", str(tmp_path / "run")]) == 3
+    assert "has too little memory for this run" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_this_host_is_read() -> None:
+    available = room.available_bytes()
+    assert available is None or available > MIB
+
+
+# -------------------------------------------------------------------------------- open files
+
+
+def test_more_peers_need_more_files() -> None:
+    name, few = room.files_needed(make())
+    assert name == "shard-0"
+    name, many = room.files_needed(make("replicas=20"))
+    assert name == "shard-0"
+    assert many == few + 3 * 18 > 64
+    cut = room.files_needed(make("partition.count=3", "shards=4"))
+    assert cut[1] > 59, "measured"
+    assert room.files_needed(make("replicas=300", "shards=3"))[1] > 3 * 300
+
+
+def test_a_hard_limit_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "raise_descriptor_limit", lambda: 64)
+    room.check_room(make(), None, None)
+    with pytest.raises(LaunchError) as caught:
+        room.check_room(make("replicas=20"), None, None)
+    assert caught.value.exit_code == 3
+    assert "shard-0 needs about 87, and the hard limit is 64 (`ulimit -Hn`)" in str(caught.value)
+    monkeypatch.setattr(room, "raise_descriptor_limit", lambda: resource.RLIM_INFINITY)
+    room.check_room(make("replicas=20"), None, None)
