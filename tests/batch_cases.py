@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from batch_twin import Array, Executor, Function, Trace, run
 from scipy.optimize import minimize, rosen, rosen_der
+from threadpoolctl import ThreadpoolController
 
 from dbctl.data.dataset import Dataset
 from dbctl.data.sources import open_source
@@ -40,8 +41,10 @@ def network_loss(
 ) -> Function:
     """The mean loss over all rows with l2 / 2 times the squared weights, through dbctl.model.
 
-    The vector may be of another dtype than the network, which then works on a copy.
+    The vector may be of another dtype than the network, which then works on a copy. One thread of
+    BLAS: for such small products several wait for one another.
     """
+    blas = ThreadpoolController()
     data = Dataset(open_source(source), source, dtype=dtype)
     n = len(data)
     rows = np.arange(n, dtype=np.int64)
@@ -51,7 +54,8 @@ def network_loss(
     weights = [t.range.slice() for t in tensors(spec) if t.kind == "weight"]
 
     def function(parameters: Array) -> tuple[float, Array]:
-        loss = network.gradient(parameters.astype(dtype), x, targets, out=gradient) / n
+        with blas.limit(limits=1):
+            loss = network.gradient(parameters.astype(dtype), x, targets, out=gradient) / n
         total = gradient.astype(parameters.dtype)
         for part in weights:
             loss += l2 / 2 * float(np.square(parameters[part], dtype=np.float64).sum())

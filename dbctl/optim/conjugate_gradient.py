@@ -5,8 +5,8 @@ Rules of this file: names and scalars only (optim/commands.py).
 Theory of operation. d+ = -g+ + beta d with beta = g+.(g+ - g) / g.g. The method restarts with -g+
 where beta is negative (Powell's max(beta, 0); Gilbert and Nocedal 1992) or where d+ would not
 descend, which is known beforehand from d.g+. The command that takes the trial answers the three
-dots of g+. With a new batch each iteration, beta is of
-the old batch's two gradients and -g+ is the new one's.
+dots of g+. With a new batch each iteration, beta is of the old batch's two gradients and -g+ is the
+new one's.
 """
 
 from __future__ import annotations

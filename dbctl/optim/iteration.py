@@ -17,10 +17,13 @@ Theory of operation. One iteration, with the requests it yields:
 So two Commands an iteration whatever the size of the memory, and one more when the memory's
 direction does not descend or its line search fails: then the memory is dropped and the steepest
 descent tried once. PARAMETERS is only ever the start or an accepted trial, so it is finite and the
-best of these (to the rounding of an `approximate` step).
+best of these (to the rounding of an `approximate` step). Where the tolerance is below what rounding
+allows, approximate steps could go on for ever: STALLED iterations of which none lowers the least
+loss or the least gradient so far end the run, as a search that failed.
 
 With `resample` the batch is a new one after each Iterated, the one of iteration 0 included, and the
-method is converged when the gradient on the new batch is small.
+method is converged when the gradient on the new batch is small; losses of different batches are not
+compared.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from dbctl.optim.line_search import ACCEPTED, APPROXIMATE, FAILED, LineSearch
 
 CONVERGED = "converged"
 LINE_SEARCH_FAILED = "line_search_failed"
+STALLED = 30
 
 # After these PARAMETERS and GRADIENT are those of the accepted trial, TRIAL and TRIAL_GRADIENT
 # those of the point before.
@@ -95,17 +99,31 @@ class Memory(Protocol):
 
 @dataclass(kw_only=True)
 class _Place:
-    """PARAMETERS in scalars. `decrease`: alpha d.g of the last step, None before the first."""
+    """PARAMETERS in scalars.
 
-    iteration: int
-    evaluations: int
-    loss: float
-    squared_norm: float
-    decrease: float | None
+    decrease: alpha d.g of the last step, None before the first. least_loss, least_squared_norm: so
+    far; stalled: iterations since either became less.
+    """
+
+    iteration: int = 0
+    evaluations: int = 0
+    loss: float = inf
+    squared_norm: float = inf
+    decrease: float | None = None
+    least_loss: float = inf
+    least_squared_norm: float = inf
+    stalled: int = 0
 
     @property
     def gradient_norm(self) -> float:
         return sqrt(self.squared_norm)
+
+    def compare(self) -> None:
+        """Count this point among those that lower neither loss nor gradient, if it does not."""
+        lower = self.loss < self.least_loss or self.squared_norm < self.least_squared_norm
+        self.stalled = 0 if lower else self.stalled + 1
+        self.least_loss = min(self.loss, self.least_loss)
+        self.least_squared_norm = min(self.squared_norm, self.least_squared_norm)
 
 
 class _Step(NamedTuple):
@@ -134,11 +152,12 @@ def iterate(
     `state`: that of the Iterated after which to go on; the memory has its part of it already.
     """
     if state is None:
-        place = _Place(iteration=0, evaluations=0, loss=0.0, squared_norm=0.0, decrease=None)
+        place = _Place()
         dots = yield from _measure(place, memory.columns())
         if not dots:
             return Ended(status=LINE_SEARCH_FAILED, reason="the loss is not finite at the start")
         memory.renew(dots)
+        place.compare()
         yield _start_of(place, memory)
     else:
         place = _Place(**state["place"])
@@ -153,6 +172,8 @@ def iterate(
         if place.gradient_norm <= tolerance:
             reason = f"gradient norm {place.gradient_norm:.3g}, tolerance {tolerance:g}"
             return Ended(status=CONVERGED, reason=reason)
+        if place.stalled >= STALLED and not resample:
+            return Ended(status=LINE_SEARCH_FAILED, reason=_stalled_at(place))
         restarted, step = yield from search.along(memory)
         if step.outcome == FAILED:
             at = f"loss {place.loss:.9g}, gradient norm {place.gradient_norm:.3g}"
@@ -242,6 +263,13 @@ def _combine(terms: tuple[Term, ...]) -> Generator[Request, Any, float]:
     return dots[0]
 
 
+def _stalled_at(place: _Place) -> str:
+    return (
+        f"{STALLED} steps lowered neither the loss nor the gradient, so that they move within their"
+        f" rounding, from loss {place.loss:.9g}, gradient norm {place.gradient_norm:.3g}"
+    )
+
+
 def _start_of(place: _Place, memory: Memory) -> Iterated:
     step = _Step(
         outcome=ACCEPTED,
@@ -261,6 +289,7 @@ def _after(place: _Place, step: _Step, memory: Memory, *, restarted: bool) -> It
     place.iteration += 1
     place.loss, place.squared_norm = step.loss, step.squared_norm
     place.decrease = step.alpha * step.slope_before
+    place.compare()
     return _iterated(place, step, memory, loss_before=loss_before, restarted=restarted)
 
 
