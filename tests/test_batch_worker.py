@@ -16,11 +16,13 @@ from dbctl.roles.batch_worker import BatchWorker, BatchWorkerStart
 from dbctl.shards import ShardSpan
 from dbctl.wire import (
     Ack,
+    Boxes,
     Fetch,
     Finish,
     Hello,
     Loss,
     Message,
+    Need,
     Params,
     Peer,
     Position,
@@ -314,6 +316,16 @@ def test_after_a_drop_a_fetch_of_the_older_point_is_made_again() -> None:
     assert [at for _, _, at in worker.gradient.seen] == [[2, 2]] * EACH
 
 
+def test_a_point_that_is_waited_for_is_forgotten_with_its_order() -> None:
+    """Else it would be asked for once more while the next one's is under way."""
+    worker = joined()
+    worker.answer(worker.work(5, (1, 5, 0)), version=4)
+    said = worker.work(6, (1, 5, 0), (2, 6, 0))
+    assert dropped(said, 1)
+    assert len(only(Fetch, said)) == 1
+    assert set(only(Fetch, worker.quiet(1.0))) == set(only(Fetch, said))
+
+
 def test_a_later_point_says_that_the_order_is_over() -> None:
     worker = joined()
     said = worker.answer(worker.work(1, (1, 1, 0), (2, 1, 1)), version=2)
@@ -379,7 +391,8 @@ def test_a_gradient_that_is_not_finite_is_not_pushed(portion: int) -> None:
     assert len([p for _, p, _ in worker.gradient.seen if p < EACH]) == portion + 1
     [push] = only(Push, said)
     assert content(push) == [4.0, 4.0], "the next bundle has nothing of it"
-    [report] = [r for r in only(Report, said) if r.refused][:1]
+    report = next(r for r in only(Report, said) if r.refused)
+    assert said.index(report) < said.index(push), "at once, whatever comes next"
     assert report.refused_where == f"evaluation 1, portion {portion}, layers.0.bias"
 
 
@@ -418,6 +431,12 @@ def test_halt_before_it_has_joined_or_was_ordered_anything() -> None:
     assert halts(worker, worker.work(0, halt=True))
     worker = joined()
     assert halts(worker, worker.work(0, halt=True))
+
+
+def test_a_work_that_the_halt_overtook_does_not_undo_it() -> None:
+    worker = joined()
+    worker.role.receive(0.0, BOSS, Work(1, (), True))
+    assert halts(worker, worker.work(1, (1, 1, 0)))
 
 
 def test_halt_while_it_fetches() -> None:
@@ -462,6 +481,120 @@ def test_halt_silences_answers() -> None:
 def test_finish_is_the_end() -> None:
     worker = joined()
     assert worker.role.receive(0.0, BOSS, Finish()) == [Done("finished")]
+
+
+# --------------------------------------------------------------------- a partition of a replica
+
+OTHER = Peer("worker-0.1", 1)
+
+
+class Partition(Worker):
+    """One of two partitions; the other, played by hand, computes nothing but agrees."""
+
+    def __init__(self, made: Made = powers) -> None:
+        super().__init__(made, partners={1: OTHER.node})
+        self.tell(Welcome(1, 0, 0))
+
+    def agree(self, number: int, *, over: bool = False, finite: bool = True) -> list[Message]:
+        """The other's end of pass `number`, whose loss was 1000 there."""
+        share = np.array([1000.0, finite, over], "f8")
+        return self.tell(Boxes(number, "agree", 0, share), OTHER)
+
+
+def agreements(said: Sequence[Message]) -> list[list[float]]:
+    """What it gave the other: loss, finite, over."""
+    return [m.payload.array.tolist() for m in only(Boxes, said)]
+
+
+def test_partitions_agree_at_the_end_of_each_portion() -> None:
+    worker = Partition()
+    said = worker.answer(worker.work(1, (1, 1, 0)), version=1)
+    for number in range(1, EACH + 1):
+        assert agreements(said) == [[10.0 * (number - 1), 1.0, 0.0]]
+        assert only(Push, said) == []
+        said = worker.agree(number)
+    [push] = only(Push, said)
+    assert content(push)[0] == bundle_sum(0)
+    [computed] = only(Computed, worker.tell(Ack(1, 1, 1)))
+    assert computed.losses == (1000.0, 1010.0, 1020.0, 1030.0), "those of the whole replica"
+
+
+def test_one_that_hears_late_drops_with_the_others() -> None:
+    worker = Partition()
+    worker.answer(worker.work(1, (1, 1, 0)), version=1)
+    worker.agree(1)
+    assert dropped(worker.agree(2, over=True), 1)
+    assert len(worker.gradient.seen) == 2
+
+
+def test_one_that_hears_early_goes_on_to_the_end_of_the_portion() -> None:
+    worker = Partition()
+    worker.answer(worker.work(1, (1, 1, 0)), version=1)
+    said = worker.work(2, (1, 1, 0))
+    assert only(Computed, said) == []
+    said = worker.agree(1)
+    assert agreements(said) == [[10.0, 1.0, 1.0]], "in the next portion it can say so"
+    assert dropped(worker.agree(2), 1)
+
+
+def test_one_that_hears_after_the_last_portion_pushes_with_the_others() -> None:
+    worker = Partition()
+    worker.answer(worker.work(1, (1, 1, 0)), version=1)
+    for number in range(1, EACH):
+        worker.agree(number)
+    worker.work(2, (1, 1, 0))  # it has given its last agreement
+    assert len(only(Push, worker.agree(EACH))) == 1
+
+
+def test_one_that_hears_before_it_begins_goes_along_for_a_portion() -> None:
+    """The other may be in that portion, and wait. What is computed on does not matter."""
+    worker = Partition()
+    said = worker.work(2, (1, 1, 0), (2, 2, 1))
+    assert agreements(worker.go() + said) == [[0.0, 1.0, 1.0]]
+    assert worker.gradient.asked == [(0, 1)], "rows of the next order, not of this one"
+    said += worker.agree(1)
+    assert dropped(said, 1)
+    worker.answer(said, version=2, at=(2, 2))
+    assert worker.gradient.seen == [(0, 0, [0, 0]), (0, EACH, [2, 2])]
+
+
+def test_one_that_is_fetching_when_it_hears_goes_along_and_gives_the_answer_back() -> None:
+    worker = Partition()
+    fetch = worker.work(1, (1, 1, 0))
+    said = worker.work(2, (1, 1, 0))
+    assert agreements(said) == [[0.0, 1.0, 1.0]]
+    assert only(Return, worker.answer(fetch, version=2)) == [Return(1)], "also in a pass"
+    assert dropped(worker.agree(1), 1)
+
+
+def test_one_whose_share_is_finite_refuses_with_the_other() -> None:
+    worker = Partition()
+    worker.answer(worker.work(1, (1, 1, 0)), version=1)
+    worker.agree(1)
+    said = worker.agree(2, finite=False)
+    assert only(Push, said) == []
+    [computed] = only(Computed, said)
+    assert isnan(computed.losses[0])
+    assert only(Report, said)[0].refused_where == "evaluation 1, portion 1, another partition"
+
+
+def test_one_that_is_over_does_not_count_what_is_not_finite() -> None:
+    """It computed on whatever it held."""
+    worker = Partition(bad_at(0))
+    worker.work(2, (1, 1, 0))
+    said = worker.agree(1)
+    assert dropped(said, 1)
+    assert [report.refused for report in only(Report, said)] == [0]
+
+
+def test_halt_leaves_a_pass_where_it_stands_and_asks_nobody() -> None:
+    worker = Partition()
+    worker.answer(worker.work(1, (1, 1, 0)), version=1)
+    assert only(Need, worker.later(0.3)) == [Need(1, "agree", 0)]
+    said = worker.work(1, (1, 1, 0), halt=True)
+    assert only(Report, said)[-1].state == "halted"
+    assert only(Need, worker.quiet()) == []
+    assert agreements(worker.tell(Need(1, "agree", 0), OTHER)) == [[0.0, 1.0, 0.0]]
 
 
 # --------------------------------------------------------------------------- prefetch, reports

@@ -242,7 +242,6 @@ class BatchWorker:
     def _leave(self) -> None:
         """Halted: everything in hand is dropped, and nothing is begun any more."""
         self._talk.abandon()
-        self.local.discard()
         self._orders.clear()
         self._pushed.clear()
         self._answers.forget()
@@ -260,7 +259,6 @@ class BatchWorker:
         self._losses = []
         if self._may_drop():
             return self._drop(now)
-        self._evaluation = max(self._evaluation, self._order.evaluation)
         self._prefetch(self._order)
         self._phase, self._since = Phase.FETCHING, now
         if self._has_point() or not self.local.complete:
