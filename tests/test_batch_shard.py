@@ -295,6 +295,18 @@ def test_a_cut_hands_out_the_kept_vectors_and_the_next_iteration_writes_others()
     ]
 
 
+def test_who_asks_for_a_newer_cut_has_given_back_the_last_one() -> None:
+    """Its Return was lost: the buffers must not stay held for ever."""
+    shard = welcomed(kept=(PARAMETERS,))
+    [first] = cut_parts(done(shard, BOSS, Cut(1)))
+    scalars(shard, execute(1, (PARAMETERS, ((2.0, PARAMETERS),))))
+    [second] = cut_parts(done(shard, BOSS, Cut(2)))
+    assert first.payload.array.tolist() == [1, 2, 3, 4]
+    scalars(shard, execute(2, (PARAMETERS, ((2.0, PARAMETERS),))))
+    assert second.payload.array.tolist() == [2, 4, 6, 8]
+    assert first.payload.array.tolist() == [4, 8, 12, 16], "it is written again"
+
+
 def test_a_shard_goes_on_from_what_was_saved() -> None:
     first = welcomed()
     scalars(first, execute(1, (GRADIENT, ((3.0, PARAMETERS),))))

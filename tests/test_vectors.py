@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import fsum, inf, nextafter
+from math import fsum, inf
 from typing import Any
 
 import numpy as np
@@ -91,12 +91,13 @@ def test_the_output_may_stand_twice() -> None:
     assert vector.tolist() == (2 * np.arange(30.0)).tolist()
 
 
-def test_coefficients_are_rounded_to_the_dtype_of_the_vectors() -> None:
+@pytest.mark.parametrize("factor", [0.1, np.float64(0.1)])
+def test_coefficients_are_rounded_to_the_dtype_of_the_vectors(factor: float) -> None:
     """A float64 coefficient must not make the arithmetic of a float32 vector float64."""
-    factor = nextafter(1 / 3, 1)
-    out, vector = np.zeros(20, "f4"), np.full(20, 3, "f4")
+    out, vector = np.zeros(99, "f4"), np.arange(1, 100, dtype="f4")
+    expected = combined([(factor, vector)], 99, "f4")
     combine(out, [(factor, vector)])
-    assert out.tolist() == [float(np.float32(factor) * np.float32(3))] * 20
+    assert out.tolist() == expected.tolist() != (0.1 * vector.astype("f8")).astype("f4").tolist()
 
 
 def test_vectors_of_another_dtype_or_length_are_a_fault() -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -133,6 +133,7 @@ def dots(rows: Sequence[Array], columns: Sequence[Array]) -> list[float]:
     answers = []
     for row in rows:
         for column in columns:
+            # BLAS does not promise a symmetric product.
             first, second = sorted((places[id(row)], places[id(column)]))
             answers.append(float(totals[first, second]))
     return answers
@@ -157,7 +158,7 @@ def mean_gradient(
     """out = sums / examples + decay * point, in float64, rounded once; returns the L2 penalty.
 
     decays: (elements, coefficient), covering all elements once. The penalty is the sum of
-    decay / 2 * point^2 in float64, infinite where an element of `out` or it is not finite.
+    decay / 2 * point^2 in float64, infinite where an element of `out` is not finite.
     """
     penalty, finite = 0.0, True
     size = min(_SUMS_BLOCK, out.size)
@@ -177,4 +178,4 @@ def mean_gradient(
                 np.copyto(out[at], g, casting="same_kind")
                 finite = finite and bool(np.isfinite(out[at]).all())
             penalty += decay / 2 * squares
-    return penalty if finite and isfinite(penalty) else inf
+    return penalty if finite else inf
