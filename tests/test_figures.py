@@ -95,6 +95,54 @@ def test_the_rate_shown_is_that_of_the_last_seconds() -> None:
     assert figures.examples_per_second(RATE_WINDOW_S + 1) == 100
 
 
+def test_the_first_record_makes_no_rate_of_its_moment() -> None:
+    """Two reports a millisecond apart once said 3 million examples a second."""
+    figures = make(examples=5000)
+    figures.begin(100.0)
+    figures.report(100.010, 0, report(examples=32))
+    figures.report(100.011, 1, report(examples=32))
+    assert figures.examples_per_second(100.011) is None
+    figures.report(100.5, 0, report(1, examples=136))
+    assert figures.examples_per_second(100.5) == pytest.approx((136 + 32) / 0.5)
+
+
+def losses(now: float, *, first: Loss, last: Loss | None = None) -> Figures:
+    figures = make()
+    figures.begin(0.0)
+    figures.report(0.5, 0, report(1, epoch_loss=first))
+    if last is not None:
+        figures.report(now, 0, report(9, 1, 0, last_epoch_loss=last))
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("last", "diverged"),
+    [
+        (None, False),
+        (Loss(100.0, 40), False),
+        (Loss(39.9 * 25, 40), False),
+        (Loss(40.1 * 25, 40), True),
+        (Loss(float("inf"), 40), True),
+        (Loss(float("nan"), 40), True),
+    ],
+)
+def test_a_loss_ten_times_the_first_or_not_finite_has_diverged(
+    last: Loss | None, diverged: bool
+) -> None:
+    figures = losses(9.0, first=Loss(80.0, 32), last=last)
+    assert figures.first_loss == 2.5
+    assert figures.diverged() is diverged
+
+
+def test_a_first_loss_of_few_rows_says_little() -> None:
+    figures = losses(9.0, first=Loss(0.001, 1), last=Loss(100.0, 40))
+    assert figures.first_loss is None
+    assert not figures.diverged()
+    figures.report(10.0, 0, report(10, 1, 1, epoch_loss=Loss(float("inf"), 32)))
+    assert figures.first_loss is None
+    assert not make().diverged()
+
+
 def test_staleness_adds_shards_and_workers() -> None:
     figures = make()
     assert figures.mean_staleness() is None

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from dbctl.wire import BEGINNING, Position, Report, ShardReport
 
 RATE_WINDOW_S = 5.0
 RATE_MIN_S = 0.4  # reports closer together say little
+DIVERGED_FACTOR = 10.0  # ours: of the first loss; an untrained network is seldom so bad
+FIRST_LOSS_ROWS = 16  # of fewer rows the mean may be small by chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,7 @@ class Figures:
         self._rates: dict[int, float] = {}
         self.dead: set[int] = set()
         self._settled: dict[int, Position] = {}
+        self.first_loss: float | None = None  # mean of the first rows, of the first life if known
         self.test_loss: float | None = None
         self.test_accuracy: float | None = None
 
@@ -52,6 +56,7 @@ class Figures:
 
     def begin(self, now: float) -> None:
         self._began = now
+        self._window.append((now, self.examples))
 
     def end(self, now: float) -> None:
         """The last acknowledgement has come: the clock of the run stops."""
@@ -61,6 +66,9 @@ class Figures:
         before = self._reports.get(replica)
         if before is not None and before.position > report.position:
             return  # overtaken on its way: totals only grow
+        first = report.epoch_loss
+        if self.first_loss is None and first.rows >= FIRST_LOSS_ROWS and isfinite(first.sum):
+            self.first_loss = first.sum / first.rows
         self._measure_rate(now, replica, report)
         self._reports[replica] = report
         self._window.append((now, self.examples))
@@ -145,12 +153,19 @@ class Figures:
             total, rows = total + loss.sum, rows + loss.rows
         return total / rows if rows else None
 
+    def diverged(self) -> bool:
+        """Whether the training loss is not finite, or absurd beside what it began with."""
+        loss, first = self.loss(last_epoch=True), self.first_loss
+        if loss is None:
+            return False
+        return not isfinite(loss) or (first is not None and loss > DIVERGED_FACTOR * first)
+
     def examples_per_second(self, now: float) -> float | None:
         """Over the last seconds, for display."""
         if len(self._window) < 2:
             return None
         (since, before), (until, after) = self._window[0], self._window[-1]
-        return (after - before) / (until - since) if until > since else None
+        return (after - before) / (until - since) if until - since >= RATE_MIN_S else None
 
     def mean_examples_per_second(self, now: float) -> float | None:
         """Over this life of the run, from the first grant to the last acknowledgement."""

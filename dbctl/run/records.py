@@ -114,6 +114,7 @@ class RunRecords:
         if now >= self._status_at:
             self._status_at = now + STATUS_S
             self._watch_stuck(now, nodes)
+            self.watch_divergence()
             self.write_status(now, nodes, "running")
 
     def snapshot(self, now: float) -> Snapshot:
@@ -155,6 +156,21 @@ class RunRecords:
             self._run_dir.write_status(status)
         except RunError as error:
             self._warn_once("status", f"{error}; training goes on")
+
+    def watch_divergence(self) -> str:
+        """A warning and a record, once; what the last line says of it, "" where it is well."""
+        figures = self._coordinator.figures
+        if not figures.diverged():
+            return ""
+        loss, first = figures.loss(last_epoch=True), figures.first_loss
+        began = "" if first is None else f" after {first:.4g} at the start"
+        text = (
+            f"the training diverged: train loss {loss:.4g}{began}; take a lower optimizer.rule.rate"
+        )
+        if "diverged" not in self._warned:
+            self.append("diverged", loss=loss, first_loss=first)
+        self._warn_once("diverged", text)
+        return text
 
     def _watch_stuck(self, now: float, nodes: Nodes) -> None:
         """Beats without progress: a warning only; one gradient may take minutes."""

@@ -98,6 +98,7 @@ def resume(
         run_dir.write_resolved(to_yaml(found.plan.experiment))
         _tell(display, found)
         life = Life(found.plan, run_dir, display, origin=found.origin, data=found.data)
+        life.coordinator.figures.first_loss = found.checkpoint.manifest.extra.get("first_loss")
         return life.run(signals, lease_s=lease_s, factories=factories)
 
 
@@ -242,10 +243,12 @@ def _reached(manifest: Manifest, stop: StopSpec) -> list[str]:
 
 
 def _whole_epochs(manifest: Manifest) -> float:
-    """What each replica has behind it; of a batch method, which has no such count, all passes."""
+    """What each replica that lived has behind it; of a batch method, without that, all passes."""
     if METHOD in manifest.extra:
         return manifest.epochs
-    return min((row.epoch for row in manifest.rows if row.step), default=0)
+    lost = manifest.extra.get("lost", ())
+    rows = [row for row in manifest.rows if row.step and row.replica not in lost]
+    return min((row.epoch for row in rows), default=0)
 
 
 def _what_next(manifest: Manifest, stop: StopSpec) -> str:

@@ -222,6 +222,8 @@ class Life:
                     "stop": asdict(self.experiment.stop),
                     "data": self._data,
                     "test_accuracy": figures.test_accuracy,
+                    "first_loss": figures.first_loss,
+                    "lost": sorted(figures.dead),
                     **extra_of(self.coordinator),
                 },
             ),
@@ -259,6 +261,8 @@ class Life:
         if outcome.status in ("stopped", "interrupted") and outcome.reason:
             unsaved = "" if self.coordinator.is_saved else "the final checkpoint was not taken: "
             notes.append(f"{unsaved}{outcome.reason}")
+        if diverged := records.watch_divergence():
+            notes.append(diverged)
         if records.save_error:
             notes.append(f"the last checkpoint failed: {records.save_error}")
         if outcome.status in ("stopped", "interrupted", "failed"):
@@ -266,6 +270,9 @@ class Life:
         return notes
 
     def _how_to_go_on(self, records: RunRecords) -> str:
+        if not self.run_dir.resolved.exists():
+            gone = "the run directory was removed meanwhile, and nothing is left to resume"
+            return f"{gone}: train it anew"
         resume = f"`dbctl resume {shlex.quote(str(self.run_dir.path))}`"
         if records.checkpoint is not None:
             return f"{resume} goes on from step {records.checkpoint.step:,}"

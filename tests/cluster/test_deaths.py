@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dbctl.run.find import find
+from dbctl.run.resume import prepare
 from tests.cluster.runs import ENDLESS, TrainRun, digits, kill, synthetic, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(60)]
@@ -36,6 +38,9 @@ def test_a_killed_replica_is_left_out(tmp_path: Path) -> None:
         assert "worker-1.0 was killed by SIGKILL" in run.err
         assert f"log: {run.dir}/logs/worker-1.0.log" in run.err
         assert "replica 1 was lost: its 479 rows were left out" in run.out
+        # All that lived did sixty epochs: a stop that they have passed is no reason to go on.
+        assert prepare(find(str(run.dir)), ["stop={epochs: 20}"]).finished
+        assert not prepare(find(str(run.dir)), ["stop={epochs: 2000}"]).finished
         last = {r["node"]: r["step"] for r in run.metrics("worker")}
         assert last["worker-0.0"] > 2 * last["worker-1.0"]
         finished = run.metrics("finished")[-1]

@@ -7,6 +7,7 @@ pytorch#38174.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,18 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path: Path) -> None:
             assert other.process.wait(20.0) == 2
             assert "holds a run already; go on with `dbctl resume`" in other.err
         assert {p: p.read_bytes() for p in run.dir.rglob("*") if p.is_file()} == before
+
+
+def test_a_run_directory_that_is_removed_meanwhile(tmp_path: Path) -> None:
+    with TrainRun(tmp_path, synthetic(rows=100, stop=ENDLESS, evaluate="off")) as run:
+        run.until_train()
+        while run.dir.exists():
+            shutil.rmtree(run.dir, ignore_errors=True)
+        run.signal(15)
+        assert run.process.wait(20.0) == 75
+        assert "the run directory was removed meanwhile, and nothing is left to resume" in run.out
+        assert "dbctl resume" not in run.out
+        assert not run.dir.exists()
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:

@@ -69,6 +69,20 @@ def test_a_rate_that_is_far_too_high(tmp_path: Path) -> None:
             assert run.step_to_resume() > 0
 
 
+def test_a_loss_that_is_absurd(tmp_path: Path) -> None:
+    """Softmax with rate 1e6 stays finite and "succeeds": one warning, one record, the last line."""
+    experiment = digits(stop={"epochs": 12})
+    experiment["optimizer"]["rule"] = {"type": "sgd", "rate": 1e6}
+    with TrainRun(tmp_path, experiment) as run:
+        assert run.finish() == 0
+        assert run.err.count("warning: the training diverged: train loss ") == 1
+        assert "the training diverged: " in run.out
+        assert "take a lower optimizer.rule.rate" in run.out
+        [record] = run.metrics("diverged")
+        assert 1.0 < record["first_loss"] < 5.0
+        assert record["loss"] > 10 * record["first_loss"]
+
+
 def fill(file: IO[bytes]) -> bool:
     """Writes until the disk is full; True, once it is."""
     try:
