@@ -53,6 +53,7 @@ FROZEN = {
     "train": ["file", "--set", "--run-dir", "--dry-run", "--partitions", "--json", "--quiet"],
     "resume": ["run_dir", "--set", "--json", "--quiet"],
     "eval": ["run_dir", "--split", "--step", "--workers", "--predictions", "--json"],
+    "compare": ["run_dirs", "--accuracy", "--split", "--plot", "--json"],
     "validate": ["file", "--set"],
     "schema": [],
 }

@@ -1,4 +1,4 @@
-"""The scripts in experiments/: frames of recordings and the vote, the rows of figure 3."""
+"""The scripts in experiments/: frames of recordings and the vote, figures 3 and 4."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+
+from dbctl.cli.main import COMMANDS
+from dbctl.experiment.read import load
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
@@ -126,3 +129,75 @@ def test_figure_3_asks_for_matplotlib_before_it_measures(
     with pytest.raises(SystemExit):
         figure3.main()
     assert "pip install '.[plot]'" in capsys.readouterr().err
+
+
+def test_figure_4_trains_all_from_one_warmstart_and_compares_them(tmp_path: Path) -> None:
+    figure4 = script("figure4/run")
+    made = figure4.commands(
+        tmp_path, ["sgd", "sandblaster"], settings=["seed=1"], plot=Path("f.svg")
+    )
+    assert [words[0] for words in made] == ["train", "train", "train", "compare"]
+    assert {words[0] for words in made} <= set(COMMANDS)
+    assert made[0][1:] == [
+        str(EXPERIMENTS / "figure4" / "warmstart.yaml"), "--run-dir", f"{tmp_path}/warmstart",
+        "--quiet", "--set", "seed=1",
+    ]  # fmt: skip
+    assert made[1][5:7] == ["--set", f"initialize_from={tmp_path}/warmstart"]
+    assert made[3] == ["compare", f"{tmp_path}/sgd", f"{tmp_path}/sandblaster", "--plot", "f.svg"]
+
+
+def test_the_files_of_figure_4_differ_only_in_method_and_counts() -> None:
+    """Paper A, section 5: the same network and data, from one common warmstart."""
+    figure4 = script("figure4/run")
+    files = sorted((EXPERIMENTS / "figure4").glob("*.yaml"))
+    assert {path.stem for path in files} == {*figure4.METHODS, "warmstart"}
+    first, *others = [load(str(path)) for path in files]
+    runs = (EXPERIMENTS / "figure4" / "../../runs/figure4/warmstart").absolute()
+    for path, one in zip(files, [first, *others], strict=True):
+        assert one.name == path.stem
+        assert (one.network, one.data, one.seed) == (first.network, first.data, first.seed)
+        assert one.threads == first.threads
+        if path.stem != "warmstart":
+            assert one.initialize_from == str(runs)
+            assert one.stop == first.stop
+            assert one.replicas == (1 if path.stem == "sgd" else 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "sgd"], "--only takes two or more of sgd, downpour-fixed"),
+        (["--only", "sgd,lbfgs"], "--only takes two or more of"),
+        (["--out", str(EXPERIMENTS)], "is not empty: give another --out"),
+        (["--plot", "x.png"], "pip install '.[plot]'"),
+    ],
+)
+def test_figure_4_refuses_before_it_trains(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    figure4 = script("figure4/run")
+    monkeypatch.setattr(figure4, "find_spec", lambda name: None)
+    monkeypatch.setattr(figure4, "commands", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    with pytest.raises(SystemExit):
+        figure4.main()
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_figure_4_ends_with_the_first_command_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure4 = script("figure4/run")
+    ran: list[str] = []
+
+    def run(words: list[str], *, check: bool) -> subprocess.CompletedProcess[bytes]:
+        ran.append(words[3])
+        return subprocess.CompletedProcess(words, 3 * (len(ran) == 2))
+
+    monkeypatch.setattr(figure4.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "new")])
+    assert figure4.main() == 3
+    assert ran == ["train", "train"]

@@ -87,6 +87,20 @@ def plan_of(experiment: Experiment, train: Source, test: Source | None) -> Plan:
     )
 
 
+def describe(plan: Plan) -> dict[str, object]:
+    """What a life of a run is made of, for its first record."""
+    optimizer = plan.experiment.optimizer
+    rule = getattr(optimizer, "rule", None)
+    return {
+        "name": plan.experiment.name,
+        "optimizer": optimizer.type,
+        "method": rule.type if rule is not None else getattr(optimizer, "method", None),
+        "replicas": plan.experiment.replicas,
+        "partitions": plan.cut.count,
+        "shards": len(plan.shards),
+    }
+
+
 def network_digest(experiment: Experiment) -> str:
     """Of the network's own part of the resolved experiment: what a checkpoint must be of."""
     import msgspec

@@ -42,6 +42,7 @@ from dbctl.run.setting import (
     LEASE_S,
     Origin,
     beginnings,
+    describe,
     keep_statistics,
     make_nodes,
     network_digest,
@@ -168,6 +169,7 @@ class Life:
                 run=self.run_id,
                 restore=self.origin.restore or None,
                 initialize=self.origin.initialize or None,
+                **describe(self.plan),
             )
             nodes = partial(
                 make_nodes,
