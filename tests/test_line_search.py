@@ -149,6 +149,7 @@ def test_what_is_accepted_is_strong_wolfe_and_the_trials_are_those_of_scipy(
     assert trials[:6] == pytest.approx(asked[:6], rel=1e-6)
 
 
+@settings(deadline=None)
 @given(step=st.floats(1e-9, 1e9), curvature=st.floats(1e-3, 1e3))
 def test_a_parabola_takes_a_step_onto_the_minimum(step: float, curvature: float) -> None:
     parabola = Line(lambda a: curvature * a * a / 2 - a, lambda a: curvature * a - 1)

@@ -20,7 +20,8 @@ from statistics import median
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from batch_cases import (  # noqa: E402
     dense_network,
