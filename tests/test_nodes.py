@@ -133,6 +133,19 @@ def test_who_does_not_beat_for_a_lease_is_ended_and_told_as_silent() -> None:
     assert nodes.unanswered(late + LEASE_S + 0.1) is None
 
 
+def test_nobody_is_silent_while_nobody_reads() -> None:
+    """A loop that waited for its disk counts the silence from the end of that."""
+    nodes = joined(pair())
+    late = 3 * LEASE_S
+    nodes.excuse(late)
+    assert nodes.step(late + LEASE_S - 0.1) == []
+    assert {kill.node for _, kill in nodes.step(late + LEASE_S + 0.1) if isinstance(kill, Kill)}
+    assert nodes.unanswered(late + 2 * LEASE_S + 0.2) is not None
+    nodes.excuse(late + 2 * LEASE_S)
+    assert nodes.unanswered(late + 3 * LEASE_S - 0.1) is None, "the agent's answer may wait unread"
+    assert nodes.unanswered(late + 3 * LEASE_S + 0.1) is not None
+
+
 def test_the_first_beat_of_many_may_be_late() -> None:
     """Thirty-two interpreters that load on two cores."""
     nodes = made(a=node("worker-0.0"))

@@ -135,6 +135,13 @@ class Nodes:
                 sends.append((node.agent, Kill(name, node.order.incarnation)))
         return sends
 
+    def excuse(self, now: float) -> None:
+        """Nobody has read for a while what nodes and agents say: their silence counts from now."""
+        for node in self.nodes.values():
+            node.beat_at = now
+            if node.killed_at is not None:
+                node.killed_at = now
+
     def check_start(self, now: float, log_path: Callable[[str], str]) -> None:
         """LaunchError names the node that ended before it was ready, or that is late."""
         for name, node in self.nodes.items():

@@ -23,6 +23,7 @@ from dbctl.process import beat_s
 from dbctl.roles.base import Done, Effects, Record, Save, Send
 from dbctl.roles.coordinator import Coordinator
 from dbctl.run.nodes import Node, Nodes, died
+from dbctl.run.pulse import Pulse
 from dbctl.run.saver import Saved, Saver
 from dbctl.run.signals import Signals
 from dbctl.transport.link import Link
@@ -31,6 +32,7 @@ from dbctl.wire import Beat, Exited, Finish, Message, Peer, Ready, Started
 CONTROLLER = "controller"
 TICK_S = 0.25
 FINAL_LIMIT_S = 28.0  # from the first signal to the end of the final checkpoint (G11: 30 s)
+HELD_UP_S = 1.0  # a round of the loop that took longer
 GOODBYE_S = 3.0  # how long nodes may take to end by themselves
 SHORT_GOODBYE_S = 0.5  # after a second signal (G11: 2 s)
 
@@ -93,8 +95,9 @@ class Session:
         self._hard_at: float | None = None
         self._n_signals = 0
         self._hurry = False
-        self._awake_at = 0.0
-        self._slept_s = 0.0  # the longest that the loop stood still
+        self._pulse = Pulse()
+        self._looked_at = 0.0
+        self._slept_s = 0.0  # the longest that this process stood still
 
     def run(
         self,
@@ -117,6 +120,7 @@ class Session:
             )
             self._link.answer_beats = True
             self._link.start()
+            self._pulse.start()
             self._signals.wake = self._link.wake
             self._nodes = Nodes(make_nodes(agent), lease_s=self._lease_s)
             if not self._join():
@@ -139,13 +143,15 @@ class Session:
 
     def _join(self) -> bool:
         """Until all needed nodes are ready; False if a signal, or the end, came first."""
-        self._awake_at = _now()
-        self._send_all(self._nodes.start(self._awake_at))
+        self._looked_at = _now()
+        self._send_all(self._nodes.start(self._looked_at))
         while not self._nodes.ready:
             self._take()
             if self._signals.count or self._outcome is not None:
                 return False
             now = _now()
+            if self._overslept(now):
+                return False
             self._nodes.check_start(now, self._log_path)
             self._send_all(self._nodes.step(now))
             if (error := self._agent_failure(now)) is not None:
@@ -160,6 +166,8 @@ class Session:
         while self._outcome is None:
             self._take()
             now = _now()
+            if self._overslept(now):
+                break
             self._take_saved(now)
             if self._coordinator.due <= now:
                 self._act(self._coordinator.step(now))
@@ -167,6 +175,7 @@ class Session:
             self._heed_signals(now)
             self._check_agent(now)
             self._records.tick(now, self._nodes)
+        assert self._outcome is not None
         return self._outcome
 
     def _take(self) -> None:
@@ -179,10 +188,15 @@ class Session:
             self._dispatch(peer, message)
 
     def _overslept(self, now: float) -> bool:
-        """Ctrl-Z, or a machine that swaps: nobody renewed the nodes' lease, and they have ended."""
-        asleep_s, self._awake_at = now - self._awake_at, now
-        if asleep_s > self._slept_s:
-            self._slept_s = asleep_s
+        """Ctrl-Z, or a machine that swaps: nobody renewed the nodes' lease, and they have ended.
+
+        Not so where only this thread was held up, by a slow disk: the link went on with all leases.
+        """
+        asleep_s = self._pulse.standstill()
+        self._slept_s = max(self._slept_s, asleep_s)
+        held_up_s, self._looked_at = now - self._looked_at, now
+        if held_up_s > HELD_UP_S:
+            self._nodes.excuse(now)
         if asleep_s <= self._lease_s:
             return False
         self._fail(self._asleep(asleep_s))
@@ -254,8 +268,6 @@ class Session:
         return self._launcher.failure() or self._nodes.unanswered(now)
 
     def _check_agent(self, now: float) -> None:
-        if self._overslept(now):
-            return
         error = self._agent_failure(now)
         # An agent's lease counts from its last beat: it may run out in a little less than a lease.
         if error is not None and self._slept_s > self._lease_s - 2 * beat_s(self._lease_s):
@@ -298,6 +310,7 @@ class Session:
             self._saver.close(SHORT_GOODBYE_S if self._hurry else GOODBYE_S)
             while not self._saver.answers.empty():  # it may have ended with the run
                 self._records.saved(self._saver.answers.get())
+        self._pulse.close()
         self._launcher.stop(2.0)
         shutil.rmtree(self._runtime, ignore_errors=True)
 

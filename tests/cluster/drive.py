@@ -7,11 +7,29 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from functools import partial
 
 import dbctl.run.train
 from dbctl.cli.main import main
+from dbctl.run.records import RunRecords
 from tests.cluster.roles import watch_pickle
+
+HELD_UP_AT = 30  # the n-th record of a worker
+
+
+def hold_up(seconds: float) -> None:
+    """A disk that takes so long, once, for a worker's record in the middle of the training."""
+    append, n_workers = RunRecords.append, [0]
+
+    def slow(records: RunRecords, event: str, **fields: object) -> None:
+        n_workers[0] += event == "worker"
+        if n_workers[0] == HELD_UP_AT:
+            n_workers[0] += 1
+            time.sleep(seconds)
+        append(records, event, **fields)
+
+    RunRecords.append = slow  # type: ignore[method-assign]
 
 
 def drive(argv: list[str]) -> int:
@@ -21,6 +39,8 @@ def drive(argv: list[str]) -> int:
         role: f"tests.cluster.roles:{name}" for role, name in settings["factories"].items()
     }
     more = {} if settings["lease_s"] is None else {"lease_s": settings["lease_s"]}
+    if settings["held_up_s"] is not None:
+        hold_up(settings["held_up_s"])
     dbctl.run.train.train = partial(dbctl.run.train.train, factories=factories, **more)
     return main(argv[1:])
 

@@ -104,8 +104,8 @@ def _pids() -> Iterable[int]:
 class TrainRun:
     """One controller process. A context manager: on the way out nothing of it is alive.
 
-    `factories`: role -> function of tests/cluster/roles.py that builds it, `lease_s` and
-    `audit`: through tests/cluster/drive.py, which is the command line with these added.
+    `factories`: role -> function of tests/cluster/roles.py that builds it, `lease_s`, and
+    `held_up_s`: through tests/cluster/drive.py, which is the command line with these added.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class TrainRun:
         *words: str,
         factories: Mapping[str, str] | None = None,
         lease_s: float | None = None,
+        held_up_s: float | None = None,
         env: Mapping[str, str] | None = None,
         name: str = "run",
         run_dir: Path | None = None,
@@ -129,8 +130,12 @@ class TrainRun:
         self.mark = secrets.token_hex(8)
         self.seen: set[int] = set()  # sessions of its nodes
         module = ["dbctl"]
-        if factories or lease_s:
-            settings = {"factories": factories or {}, "lease_s": lease_s}
+        if factories or lease_s or held_up_s:
+            settings = {
+                "factories": factories or {},
+                "lease_s": lease_s,
+                "held_up_s": held_up_s,
+            }
             module = ["tests.cluster.drive", json.dumps(settings)]
         place = [] if default_dir else ["--run-dir", str(self.dir)]
         self._words = [sys.executable, "-m", *module, "train", str(self.file), *place, *words]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,18 @@ def test_a_stopped_agent(tmp_path: Path) -> None:
         assert run.finish(3 * LEASE_S + 5.0) == 1
         assert "agent-0" in run.err
         assert run.step_to_resume() > 0
+
+
+def test_a_controller_that_waits_for_its_disk_was_not_asleep(tmp_path: Path) -> None:
+    """Longer than the lease: the link thread kept every lease, so nobody is dead or declared so."""
+    experiment = digits(replicas=3, stop={"steps": 3000})
+    with TrainRun(tmp_path, experiment, lease_s=LEASE_S, held_up_s=2.5 * LEASE_S) as run:
+        assert run.finish() == 0
+        times = [r["time"] for r in run.metrics("worker")]
+        gaps = [late - early for early, late in pairwise(times)]
+        assert max(gaps) > 2 * LEASE_S, "it was held up"
+        assert not run.metrics("death")
+        assert run.metrics("finished")[-1]["steps"] == 3000
 
 
 def test_a_controller_that_was_asleep(tmp_path: Path) -> None:
