@@ -194,7 +194,7 @@ def test_a_life_that_is_over_is_not_heard_nor_written_to(make: Make) -> None:
     buffer = SharedBuffer(4, "<f4")
     second.forget(first.me)
     first.send("worker-0.1", boxes(1, buffer))
-    until(lambda: not second.receive(0.01) and second.counts.get("line", 0) == 1)
+    until(lambda: not second.receive(0.01) and second.counts.get("old", 0) == 1)
     assert not second._line.send("worker-0.0", b"x")
     second.connect("worker-0.0", 1, first.endpoint)  # told late
     assert not second._line.send("worker-0.0", b"x")
@@ -221,12 +221,7 @@ def test_what_is_no_partners_word_is_dropped_and_counted(make: Make) -> None:
         return encode(Envelope(**(fields | changes)))
 
     bad = {
-        "line": [
-            say(sender="x"),
-            say(incarnation=2),
-            say(to="x"),
-            say(message=Ack(1, 1, 1), payload=None),
-        ],
+        "line": [say(to="x"), say(message=Ack(1, 1, 1), payload=None)],
         "run": [say(run="another")],
         "undecodable": [b"", b"\xff" * 9],
         "payload": [say(payload=Inline(1, 0, 1, 3, "<f4")), say(payload=liar)],
@@ -241,6 +236,26 @@ def test_what_is_no_partners_word_is_dropped_and_counted(make: Make) -> None:
     assert np.array_equal(message.payload, np.zeros(3))
     until(lambda: second.counts == {kind: len(frames) for kind, frames in bad.items()})
     line.close()
+    buffer.close()
+
+
+def test_who_is_not_connected_is_heard_as_by_a_socket(make: Make) -> None:
+    """The first of two partners is told of the other only when that is up, and may hear it first.
+
+    A newer life of a node ends the older one, as any message of it does.
+    """
+    first, second = make("worker-0.0"), make("worker-0.1")
+    first.connect("worker-0.1", 1, second.endpoint)
+    buffer = SharedBuffer(4, "<f4")
+    first.send("worker-0.1", boxes(1, buffer))
+    first.send("worker-0.1", boxes(2, buffer))
+    assert [message.number for _, message in arrive(second, 2)] == [1, 2]  # type: ignore[attr-defined]
+    newer = make("worker-0.0", 2)
+    newer.connect("worker-0.1", 1, second.endpoint)
+    newer.send("worker-0.1", boxes(3, buffer))
+    assert arrive(second)[0][0].incarnation == 2
+    first.send("worker-0.1", boxes(4, buffer))
+    until(lambda: not second.receive(0.01) and second.counts == {"old": 1})
     buffer.close()
 
 

@@ -77,6 +77,25 @@ def test_who_is_not_needed_is_started_when_the_others_are_ready() -> None:
     ]
 
 
+def test_of_two_partners_the_first_is_told_when_the_second_is_up() -> None:
+    """Else it could answer the other only by the way that its messages came."""
+    one, two = "evaluator-0.0", "evaluator-0.1"
+    nodes = made(
+        a=node("shard-0"),
+        b=node(one, talks_to=("shard-0", two), needed=False),
+        c=node(two, talks_to=("shard-0", one), needed=False),
+    )
+    nodes.start(0.0)
+    nodes.receive(0.0, "shard-0", Ready("ipc://s", 7))
+    nodes.begin(0.0)
+    shard = ("shard-0", 1, "ipc://s")
+    assert nodes.receive(0.1, one, Ready("ipc://1", 8)) == [(one, Peers((shard,)))]
+    assert nodes.receive(0.2, two, Ready("ipc://2", 9)) == [
+        (two, Peers((shard, (one, 1, "ipc://1")))),
+        (one, Peers((shard, (two, 1, "ipc://2")))),
+    ]
+
+
 def test_a_node_that_ends_before_it_is_ready_is_named() -> None:
     nodes = made(a=node("shard-0"))
     nodes.start(0.0)

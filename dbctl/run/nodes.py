@@ -78,7 +78,7 @@ class Nodes:
             case Ready(endpoint, pid):
                 node.endpoint, node.pid, node.beat_at = endpoint, pid, now
                 node.has_beaten = True
-                return self._introduce(name) if self.ready else []
+                return self._introduce_late(name) if self.ready else []
             case Beat():
                 node.beat_at, node.has_beaten = now, True
                 node.steps, node.rss_bytes = message.steps, message.rss_bytes
@@ -109,6 +109,11 @@ class Nodes:
         for name, node in self.nodes.items():
             sends += self._introduce(name) if node.endpoint else self._order(now, node)
         return sends
+
+    def _introduce_late(self, name: str) -> Sends:
+        """To whom it talks to, and to those who talk to it and did not know where it is."""
+        told = (n for n, other in self.nodes.items() if name in other.talks_to and other.endpoint)
+        return [send for node in (name, *told) for send in self._introduce(node)]
 
     def _introduce(self, name: str) -> Sends:
         node = self.nodes[name]

@@ -1,8 +1,8 @@
 """The line: a pipe from loop to loop for short messages between two processes of one host.
 
 Rules of this file: no socket, and no thread of its own: whoever calls is the loop. Nothing blocks
-but `wait`; nothing that comes raises: what is not plainly a message of a peer that was connected
-here is left to the link thread, which judges it as if it had come by a socket.
+but `wait`. Frames are not looked into: `link` believes what a peer says that was connected, and
+leaves all others to the link thread, which judges them as if they had come by a socket.
 
 Theory of operation. Through ZeroMQ a message wakes four threads one after the other, each on a core
 that may sleep: 175 us, and a partition waits for one in every exchange of a pass. So each process
@@ -115,7 +115,9 @@ class Line:
                     break
                 os.sched_yield()
         if not found:
-            found = self._poll.poll(None if timeout_s is None else math.ceil(1000 * timeout_s))
+            found = self._poll.poll(
+                None if timeout_s is None else math.ceil(1000 * max(timeout_s, 0.0))
+            )
         if any(fd == self._wake_fd for fd, _ in found):
             os.eventfd_read(self._wake_fd)
             # Before the caller looks for what came, so that whatever comes later rings again.

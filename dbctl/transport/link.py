@@ -213,26 +213,26 @@ class Link:
             return messages
 
     def _heard(self, frame: bytes) -> list[tuple[Peer, Message]]:
-        """What came by the line, if a partner may say it there: else it is dropped and counted."""
+        """What a partner said by the line; the link thread judges what others say there."""
         try:
             envelope = unpack([memoryview(frame)], self._settings.run)
-            return [(envelope.peer, self._direct(envelope))]
+            if type(envelope.message) not in DIRECT or envelope.to != self.me.node:
+                what = type(envelope.message).__name__
+                raise Refused("line", f"{envelope.peer} said {what} to {envelope.to} directly")
+            if self._partners.get(envelope.sender) == envelope.incarnation:
+                return [(envelope.peer, self._mapped(envelope))]
+            self._submit(partial(self._switch.overhear, envelope))
         except Refused as refused:
-            kind, text = refused.kind, refused.text
+            self._submit(partial(self._switch.trouble, refused.kind, refused.text))
         except PeerError as error:
-            kind, text = "payload", str(error)
-        self._submit(partial(self._switch.trouble, kind, text))
+            self._submit(partial(self._switch.trouble, "payload", str(error)))
         return []
 
-    def _direct(self, envelope: Envelope) -> Message:
-        message, peer = envelope.message, envelope.peer
-        if self._partners.get(peer.node) != peer.incarnation:
-            raise Refused("line", f"{peer} is not connected, and spoke directly")
-        if type(message) not in DIRECT or envelope.to != self.me.node:
-            raise Refused("line", f"{peer} said {type(message).__name__} directly")
+    def _mapped(self, envelope: Envelope) -> Message:
         if isinstance(envelope.payload, Shared):
-            return with_payload(message, self._mappings.open(envelope.payload, peer))
-        return message
+            array = self._mappings.open(envelope.payload, envelope.peer)
+            return with_payload(envelope.message, array)
+        return envelope.message
 
     def wake(self) -> None:
         """Ends a `receive` that waits; from any thread, and from a signal handler."""

@@ -220,9 +220,7 @@ class Switch:
         """One message: checked, its way back noted, then answered, passed on or delivered."""
         envelope = unpack([frame.buffer for frame in frames], self.settings.run)
         peer = envelope.peer
-        self._supersede(peer)
-        if not self._routes.admit(peer):
-            raise Refused("old", f"a message of {peer}, whose life is over")
+        self._admit(peer)
         if socket.closed:
             return
         way = self._dealers[socket] if route is None else self._routes.caller(socket, route)
@@ -232,14 +230,29 @@ class Switch:
         elif isinstance(envelope.message, Lease):
             self._renew(envelope)
         else:
-            self._deliver(envelope, socket, frames)
+            self._deliver(envelope, frames, is_local=socket in self._local)
+
+    def overhear(self, envelope: Envelope) -> None:
+        """One message, to this node, that came past the sockets from nobody whom the loop knows."""
+        try:
+            self._admit(envelope.peer)
+            self._deliver(envelope, [], is_local=True)
+        except Refused as refused:
+            self.trouble(refused.kind, refused.text)
+        except PeerError as error:
+            self.trouble("payload", str(error))
+
+    def _admit(self, peer: Peer) -> None:
+        self._supersede(peer)
+        if not self._routes.admit(peer):
+            raise Refused("old", f"a message of {peer}, whose life is over")
 
     def _supersede(self, peer: Peer) -> None:
         older = self._routes.superseded(peer)
         if older is not None:
             self.forget(older)
 
-    def _deliver(self, envelope: Envelope, socket: Socket, frames: list[zmq.Frame]) -> None:
+    def _deliver(self, envelope: Envelope, frames: list[zmq.Frame], *, is_local: bool) -> None:
         peer, message = envelope.peer, envelope.message
         if isinstance(message, Beat) and self.answer_beats:
             self._send(peer.node, Lease(message.number))
@@ -252,7 +265,7 @@ class Switch:
             if not isinstance(envelope.payload, Shared):
                 array = self._assembler.add(peer, envelope.payload, frames[1].buffer)
                 held_bytes = 0 if array is None else array.nbytes
-            elif socket in self._local:
+            elif is_local:
                 array = self._mappings.open(envelope.payload, peer)
             else:
                 raise Refused("payload", f"{peer} names memory of another host")
