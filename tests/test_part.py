@@ -334,15 +334,14 @@ def test_a_partition_asks_for_its_own_box_and_its_own_vector() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(cuts(networks()))
-def test_outputs_are_written_among_the_next_inputs_where_they_are_a_run(cut: NetworkCut) -> None:
-    """`is_run` exactly where all that is owned is needed, and lies in one run of that memory."""
+def test_outputs_are_written_among_the_next_inputs_where_all_are_needed(cut: NetworkCut) -> None:
+    """`in_place` exactly where all that is owned is needed; it may have strides there."""
     for index in range(1, len(cut.spec.layers)):
         for partition in range(cut.count):
             layer = PartLayer(cut, index, partition, batch_size=2, dtype="float64")
             mine = cut.owned[index][partition]
             part = np.zeros((*layer.need.shape, 2))[layer.own.in_needed]
-            run_of_all = part.size == 2 * len(mine) > 0 and part.flags.c_contiguous
-            assert layer.own.is_run == run_of_all
+            assert layer.own.in_place == (part.size == 2 * len(mine) > 0)
             assert layer.is_local == (layer.need == mine)
 
 

@@ -145,10 +145,10 @@ class PartNetwork:
         return nodes
 
     def _room(self, index: int, n: int) -> Array:
-        """Where a layer's outputs are written: among the next one's inputs, if they are a run."""
+        """Where a layer's outputs are written: among the next one's inputs, if all are needed."""
         if index + 1 < len(self._layers):
             above = self._layers[index + 1]
-            if above.takes and above.own.is_run:
+            if above.takes and above.own.in_place:
                 return above.inputs.rows(n)[above.own.in_needed]
         return self._outputs[index + 1].rows(n)
 
@@ -165,7 +165,7 @@ class PartNetwork:
         if layer.is_local:
             return own
         whole = layer.inputs.rows(n)
-        if not layer.own.is_run:  # else it was written there
+        if not layer.own.in_place:  # else it was written there
             whole[layer.own.in_needed] = own[layer.own.in_owned]
         if layer.takes:
             taken = yield Take(key, tuple(layer.takes))
@@ -252,7 +252,7 @@ class PartNetwork:
         layer, n = self._layers[index], dx.shape[-1]
         if layer.own.is_all and not layer.sends:
             return dx
-        if layer.own.is_run:
+        if layer.own.in_place:
             delta = dx[layer.own.in_needed]
         else:
             delta = self._deltas[index].rows(n)

@@ -141,16 +141,13 @@ class Own(NamedTuple):
     in_owned: tuple[slice, ...]
     in_needed: tuple[slice, ...]
     is_all: bool  # what is owned is what is needed
-    is_run: bool  # all that is owned is needed, and is a run of the memory of what is needed
+    in_place: bool  # all that is owned is needed: it is computed where it is needed
 
 
 def _own(mine: Box, need: Box) -> Own:
     both = mine.intersection(need)
-    outer = next((i for i, n in enumerate(both.shape) if n != 1), len(both.shape))
-    inner = zip(both.shape[outer + 1 :], need.shape[outer + 1 :], strict=True)
-    is_run = bool(both) and both == mine and all(a == b for a, b in inner)
     places = both.slices(mine.starts), both.slices(need.starts)
-    return Own(*places, is_all=mine == need, is_run=is_run)
+    return Own(*places, is_all=mine == need, in_place=bool(mine) and both == mine)
 
 
 def _crossings(boxes: dict[int, Box], *, origin: tuple[int, ...]) -> dict[int, Crossing]:
