@@ -343,7 +343,7 @@ def _filter_edges(
                 yield (r, q, m), weight, (row, column, c)
 
 
-# ------------------------------------- vectors of batch methods (dbctl/optim/vectors.py), by element
+# ------------------------------------ vectors of batch methods (dbctl/optim/vectors.py), by element
 
 
 def combined(terms: list[tuple[float, Array]], n: int, dtype: str) -> Array:
