@@ -70,9 +70,11 @@ def test_directions_are_those_of_polak_and_ribiere(c2: float) -> None:
 
 def test_a_restart_is_known_before_the_direction_is_made() -> None:
     """So that it costs no command: the scalars came with the accepted trial."""
-    trace = run(conjugate_gradient(SPEC), Executor(rosenbrock, rosenbrock_start(10)))
+    spec = LineSearchSpec(c2=0.9)
+    trace = run(conjugate_gradient(spec), Executor(rosenbrock, rosenbrock_start(10)))
     restarts = [i.iteration for i in trace.iterated if i.restarted]
-    assert restarts
+    betas = [trace.iterated[number - 1].state["memory"]["beta"] for number in restarts]
+    assert min(betas) < 0 < max(betas)  # both reasons
     for number in restarts:
         kinds = [type(request) for request in trace.requests[number]]
         assert kinds.count(Command) == 2

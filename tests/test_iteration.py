@@ -14,7 +14,7 @@ from batch_twin import Array, Executor, Function, Trace, run
 
 from dbctl.optim import conjugate_gradient, descent, lbfgs
 from dbctl.optim.batch import DEFAULT_C2, BatchMethod, LineSearchSpec, c2_of
-from dbctl.optim.commands import GRADIENT, PARAMETERS, Command, Evaluate, Method
+from dbctl.optim.commands import DIRECTION, GRADIENT, PARAMETERS, Command, Evaluate, Method
 
 
 class Named(NamedTuple):
@@ -169,6 +169,26 @@ def test_limits_are_those_of_the_specification(method: Named) -> None:
     trace = run(method.make(one), Executor(rosenbrock, rosenbrock_start(4)))
     assert trace.ended is not None
     assert trace.ended.status == "line_search_failed"
+
+
+@pytest.mark.parametrize("method", [METHODS[0], METHODS[2]], ids=lambda method: method.name)
+@pytest.mark.parametrize("slope", [1e-9, 0.0, nan, -inf])
+def test_a_direction_that_does_not_descend_as_measured_is_replaced(
+    method: Named, slope: float
+) -> None:
+    """By the steepest descent, whatever the memory's scalars had promised."""
+
+    class Lying(Executor):
+        def carry_out(self, request: Command | Evaluate) -> Any:
+            answer = super().carry_out(request)
+            made = isinstance(request, Command) and request.rows == (DIRECTION,)
+            return (slope,) if made and self.n_commands == 7 else answer
+
+    trace = run(method.make(SPEC), Lying(rosenbrock, rosenbrock_start(4)), iterations=6)
+    assert [i.iteration for i in trace.iterated if i.restarted] == [4]
+    replaced, before = trace.iterated[4], trace.iterated[3]
+    assert [type(request) for request in trace.requests[4]].count(Command) == 3
+    assert replaced.slope_before == pytest.approx(-(before.gradient_norm**2))
 
 
 # ------------------------------------------------------------------------- functions that misbehave

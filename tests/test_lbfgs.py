@@ -24,7 +24,15 @@ from scipy.optimize import minimize
 from dbctl.experiment.specs import DigitsSource
 from dbctl.optim import lbfgs as module
 from dbctl.optim.batch import LineSearchSpec
-from dbctl.optim.commands import DIRECTION, GRADIENT, PARAMETERS, Command, Evaluate, Iterated
+from dbctl.optim.commands import (
+    DIRECTION,
+    GRADIENT,
+    PARAMETERS,
+    TRIAL_GRADIENT,
+    Command,
+    Evaluate,
+    Iterated,
+)
 from dbctl.optim.lbfgs import lbfgs, saved_names
 
 SPEC = LineSearchSpec()
@@ -215,6 +223,31 @@ def test_with_a_new_batch_both_gradients_of_a_pair_are_of_one_batch() -> None:
     executor = Executor(function, np.zeros(5))
     run(lbfgs(SPEC, resample=True), executor, watch=watch, iterations=8)
     assert checked == list(range(1, 9))
+
+
+def test_with_a_new_batch_the_direction_is_of_its_gradient() -> None:
+    """The pairs are those of the old batches; the gradient's dots with them are asked for anew."""
+    rng = np.random.default_rng(0)
+    curvatures = np.linspace(1, 9, 6) * rng.uniform(0.9, 1.1, (50, 6))
+
+    def function(x: Array) -> tuple[float, Array]:
+        return float(curvatures[batch[0]] @ (x - 1) ** 2) / 2, curvatures[batch[0]] * (x - 1)
+
+    batch, pairs, checked = [0], [], []
+
+    def watch(iterated: Iterated) -> None:
+        if pairs:
+            # The trial's swap has put there the gradient from which the search began.
+            expected = two_loop(pairs, executor[TRIAL_GRADIENT])
+            np.testing.assert_allclose(executor[DIRECTION], expected, rtol=1e-8)
+            checked.append(iterated.iteration)
+        slots = iterated.state["memory"]["slots"]
+        pairs[:] = [(executor[f"s{slot}"].copy(), executor[f"y{slot}"].copy()) for slot in slots]
+        batch[0] += 1
+
+    executor = Executor(function, np.zeros(6))
+    run(lbfgs(SPEC, history=3, resample=True), executor, watch=watch, iterations=8)
+    assert checked == list(range(2, 9))
 
 
 # ------------------------------------------------------------------------------------ beside SciPy

@@ -128,11 +128,15 @@ def waves(parts: list[tuple[float, float, float]], curvature: float) -> Line:
     parts=st.lists(wave, max_size=3),
     curvature=st.floats(0.1, 50),
     log_step=st.floats(-6, 4),
-    c2=st.sampled_from([0.9, 0.1, 0.01]),
+    limits=st.sampled_from([(1e-4, 0.9), (1e-4, 0.1), (1e-4, 0.01), (0.1, 0.2), (0.4, 0.41)]),
 )
 def test_what_is_accepted_is_strong_wolfe_and_the_trials_are_those_of_scipy(
-    parts: list[tuple[float, float, float]], curvature: float, log_step: float, c2: float
+    parts: list[tuple[float, float, float]],
+    curvature: float,
+    log_step: float,
+    limits: tuple[float, float],
 ) -> None:
+    c1, c2 = limits
     dcsrch = pytest.importorskip("scipy.optimize._dcsrch")
     line, step, asked = waves(parts, curvature), 10.0**log_step, []
 
@@ -140,11 +144,11 @@ def test_what_is_accepted_is_strong_wolfe_and_the_trials_are_those_of_scipy(
         asked.append(float(alpha))
         return line.value(alpha)
 
-    peer = dcsrch.DCSRCH(recorded, line.slope, 1e-4, c2, 0.0, 0.0, 1e30)
+    peer = dcsrch.DCSRCH(recorded, line.slope, c1, c2, 0.0, 0.0, 1e30)
     peer(np.float64(step), line.value(0.0), line.slope(0.0), maxiter=41)
-    it, trials = search(line, step, c2=c2, noise=0.0, max_trials=40)
+    it, trials = search(line, step, c1=c1, c2=c2, noise=0.0, max_trials=40)
     assert it.outcome == ACCEPTED
-    assert is_strong_wolfe(line, it.alpha, c2=c2)
+    assert is_strong_wolfe(line, it.alpha, c1=c1, c2=c2)
     # It works with phi - phi(0), so that the last digits differ, and late trials with them.
     assert trials[:6] == pytest.approx(asked[:6], rel=1e-6)
 
@@ -192,10 +196,13 @@ def test_once_back_it_stays_below_the_wall() -> None:
 
 
 def test_a_wall_with_no_minimum_before_it_fails() -> None:
-    falling = walled(Line(lambda a: -a, lambda a: -1.0), 1.0)
-    it, trials = search(falling, 3.0)
+    """Nor is anything tried beyond the nearest value that was not finite."""
+    falling = walled(Line(lambda a: -a, lambda a: -1.0), 4.0)
+    it, trials = search(falling, 10.0)
     assert it.outcome == FAILED
-    assert len(trials) <= 20
+    assert trials[:5] == [10.0, 1.0, 5.0, 3.0, 4.0]
+    for count, alpha in enumerate(trials):
+        assert alpha < min([bad for bad in trials[:count] if bad >= 4], default=inf)
 
 
 def test_nothing_finite_at_all_fails_and_says_so() -> None:
@@ -252,6 +259,22 @@ def test_an_interval_of_neighbouring_floats_is_closed() -> None:
     it.tell(0.5, 1.0)
     assert it.outcome == FAILED
     assert "closed" in it.reason
+
+
+@pytest.mark.parametrize(
+    ("value", "slope", "outcome"),
+    [
+        (5 - 0.25 * 2, 0.5, ACCEPTED),
+        (5 - 0.24 * 2, 0.5, None),
+        (5 - 0.25 * 2, 0.51, None),
+        (5 - 0.25 * 2, -0.5, ACCEPTED),
+        (5 - 0.25 * 2, -0.51, None),
+    ],
+)
+def test_both_conditions_to_their_limits(value: float, slope: float, outcome: str | None) -> None:
+    it = LineSearch(5.0, -1.0, 2.0, c1=0.25, c2=0.5, max_trials=20)
+    it.tell(value, slope)
+    assert it.outcome == outcome
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
@@ -315,7 +338,8 @@ def test_a_rise_beyond_rounding_is_never_taken() -> None:
 def test_slopes_that_say_no_decrease_are_not_taken_in_the_noise() -> None:
     """Past the minimum by as much as before it: the mean slope is 0, so is the decrease."""
     line = rounded(1.0, scale=1e-9)
-    it = LineSearch(line.value(0.0), line.slope(0.0), 2.0, c1=1e-4, c2=0.9999, max_trials=20)
-    it.tell(1.0 + 1e-8, -0.99985 * line.slope(0.0))
-    assert it.outcome is None
+    for share, outcome in ((0.79, APPROXIMATE), (0.81, None)):  # 2 c1 - 1 = -0.8
+        it = LineSearch(line.value(0.0), line.slope(0.0), 2.0, c1=0.1, c2=0.9, max_trials=20)
+        it.tell(1.0 + 1e-8, -share * line.slope(0.0))
+        assert it.outcome == outcome
     assert 0 < it.alpha < 2.0
