@@ -353,6 +353,7 @@ def test_an_order_is_dropped_between_two_portions(n: int) -> None:
     worker.limit = 10**9
     said = worker.work(2, (1, 1, 0), (2, 2, 1))
     assert dropped(said, 1)
+    assert len(worker.gradient.seen) == n, "at once"
     [push] = only(Push, worker.answer(said, version=2))
     assert content(push)[0] == bundle_sum(1), "nothing of the dropped one is left"
     assert (push.seq, push.position) == (1, Position(n + EACH, 2, 1))
@@ -446,6 +447,12 @@ def test_halt_while_it_fetches() -> None:
     assert only(Report, said)[-1].state == "halted"
     assert only(Return, worker.answer(fetch, version=1)) == [Return(1)], "nothing is held"
     assert halts(worker, said)
+
+
+def test_halt_while_it_waits_for_the_point_to_be_there() -> None:
+    worker = joined()
+    worker.answer(worker.work(5, (1, 5, 0)), version=4)
+    assert halts(worker, worker.work(5, (1, 5, 0), halt=True))
 
 
 def test_halt_between_portions() -> None:

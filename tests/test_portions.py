@@ -233,12 +233,20 @@ def test_no_more_is_asked_for_than_a_limit(
     assert told.told == [(50, 62)]
 
 
-def test_rows_in_memory_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_together_in_a_file_are_not_asked_for(
+    mapped: SourceSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory; own rows of a replica; in Fortran's order, where a row is spread."""
+
     def told(part: Array) -> None:
         raise AssertionError("nothing to read ahead")
 
     monkeypatch.setattr(data_rows, "will_need", told)
     make(portion=10).prefetch(0, 1)
+    Dataset(open_source(mapped), mapped, rows=np.arange(0, 1000, 2)).prefetch(0, 10)
+    path = tmp_path / "x.npy"
+    np.save(path, np.asfortranarray(np.load(path)))
+    make(portion=10, source=mapped).prefetch(0, 1)
 
 
 def test_advice_is_by_whole_pages_and_may_be_refused(mapped: SourceSpec) -> None:

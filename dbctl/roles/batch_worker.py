@@ -242,7 +242,6 @@ class BatchWorker:
     def _leave(self) -> None:
         """Halted: everything in hand is dropped, and nothing is begun any more."""
         self._talk.abandon()
-        self._orders.clear()
         self._pushed.clear()
         self._answers.forget()
         self._again.stop()
