@@ -157,8 +157,7 @@ class Grant(Message, frozen=True):
 class Halt(Message, frozen=True):
     """Stop after the step in hand. `push`: push what is unpushed first (`stop` was reached).
 
-    The partitions of a cut replica stop together: each goes on to step `until`, what they were
-    granted, and stops there.
+    The partitions of a cut replica stop together: at step `until`, which they were granted.
     """
 
     push: bool
@@ -281,7 +280,7 @@ class Evaluate(Message, frozen=True):
 class Evaluated(Message, frozen=True):
     """Sums and counts over the evaluator's rows; `correct` and `top5` are -1 for float targets.
 
-    `confusion` is row-major (true class, predicted class); empty above 100 classes.
+    Payload: rows by true and predicted class, float64, until the next Evaluate; or none.
     """
 
     number: int
@@ -291,7 +290,9 @@ class Evaluated(Message, frozen=True):
     correct: int
     top5: int
     classes: int
-    confusion: tuple[int, ...] = ()
+    payload: Any = None
+
+    carries_payload: ClassVar[bool] = True
 
 
 class Predictions(Message, frozen=True):

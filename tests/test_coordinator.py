@@ -76,7 +76,7 @@ class Boss:
         return self.role.receive(now, Peer(f"shard-{shard}", 1), part)
 
     def measured(self, number: int, correct: int = 9, node: str = "evaluator-0") -> Effects:
-        answer = Evaluated(number, 0, 3, Loss(5.0, 10), correct, 10, 2, ())
+        answer = Evaluated(number, 0, 3, Loss(5.0, 10), correct, 10, 2)
         return self.role.receive(0.3, Peer(node, 1), answer)
 
 
@@ -356,7 +356,7 @@ def test_an_evaluation_of_the_final_parameters_is_not_repeated(version: int, aga
         part = CutPart(1, "parameters", 1, 1, 0, 3, (row,))
         boss.role.receive(0.3, Peer(f"shard-{shard}", 1), part)
     boss.role.saved(0.4, "")
-    answer = Evaluated(1, 0, version, Loss(5.0, 10), 9, 10, 2, ())
+    answer = Evaluated(1, 0, version, Loss(5.0, 10), 9, 10, 2)
     effects = boss.role.receive(0.5, Peer("evaluator-0", 1), answer)
     assert bool(sent(effects, Evaluate)) is again
     assert (effects[-1] == Done("done")) is not again

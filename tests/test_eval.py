@@ -141,7 +141,9 @@ def test_21_rows_are_21_rows(
     assert task.measured.rows == ROWS
     assert task.measured.loss == pytest.approx(loss, rel=1e-5)
     assert task.measured.accuracy == correct / ROWS
-    assert sum(task.measured.confusion) == ROWS
+    assert task.measured.confusion is not None
+    assert task.measured.confusion.sum() == ROWS
+    assert task.measured.confusion.trace() == correct
     rows = [row for piece in task.pieces for row in piece.rows]
     assert sorted(rows) == list(range(ROWS))
     found = dict(zip(rows, (p for piece in task.pieces for p in piece.predicted), strict=True))
@@ -193,7 +195,7 @@ def test_float_targets_have_no_accuracy(tmp_path: Path) -> None:
     assert task.measured is not None
     measured = task.measured
     assert (measured.rows, measured.accuracy, measured.top5) == (8, None, None)
-    assert measured.confusion == ()
+    assert measured.confusion is None
     assert measured.loss > 0
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from dbctl.roles.evaluations import Evaluations
 from dbctl.wire import Evaluate, Evaluated, Filed, Loss, Predictions
 
 
 def answer(number: int = 1, **changes: Any) -> Evaluated:
     fields: dict[str, Any] = {"part": 0, "version": 3, "loss": Loss(5.0, 10), "correct": 6}
-    fields |= {"top5": 8, "classes": 2, "confusion": (4, 1, 2, 3)}
+    fields |= {"top5": 8, "classes": 2, "payload": np.array([4.0, 1, 2, 3])}
     return Evaluated(number=number, **(fields | changes))
 
 
@@ -33,7 +35,9 @@ def test_answers_are_summed_over_the_evaluators() -> None:
         "top5": 16 / 40,
         "version": 3,
     }
-    assert measured.confusion == (8, 2, 4, 6)
+    assert measured.confusion is not None
+    assert measured.confusion.tolist() == [[8, 2], [4, 6]]
+    assert measured.confusion.dtype == np.int64
     assert not evaluations.busy
     assert evaluations.pending() == {}
 
@@ -41,9 +45,9 @@ def test_answers_are_summed_over_the_evaluators() -> None:
 def test_float_targets_have_no_accuracy() -> None:
     evaluations = Evaluations([("a",)])
     evaluations.begin()
-    measured = evaluations.add("a", answer(correct=-1, top5=-1, confusion=()))
+    measured = evaluations.add("a", answer(correct=-1, top5=-1, payload=None))
     assert measured is not None
-    assert (measured.accuracy, measured.top5, measured.confusion) == (None, None, ())
+    assert (measured.accuracy, measured.top5, measured.confusion) == (None, None, None)
 
 
 def test_late_answers_and_strangers_are_not_counted() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dbctl.envelope import without_payload
 from dbctl.roles.base import NEVER, NOW, Array, Done, Effects, PlainBuffer, Send, Tally
 from dbctl.roles.evaluator import WINDOW, Evaluator
 from dbctl.roles.shard import CONTROLLER
@@ -59,7 +60,7 @@ class Counted:
         yield
 
     def tally(self) -> Tally:
-        return Tally(self._rows, 1, 2, 10, (1, 0, 0, 1))
+        return Tally(self._rows, 1, 2, 2, np.array([[self._rows, 0], [0, 1]]))
 
 
 def make(*, welcomed: bool = True) -> tuple[Evaluator, Counted]:
@@ -112,9 +113,34 @@ def test_it_gives_back_before_it_measures_and_answers_with_sums() -> None:
     assert evaluator.step(0.0) == [Send("shard-0", Return(1)), Send("shard-1", Return(9))]
     assert measure.begun == [(1, 3)]
     assert evaluator.step(0.0) == []
-    evaluated = Evaluated(1, 1, 5, Loss(14.0, 2), 1, 2, 10, (1, 0, 0, 1))  # the older version
-    assert evaluator.step(0.0) == [Send(CONTROLLER, evaluated)]
+    [sent] = answers(evaluator.step(0.0))
+    evaluated = Evaluated(1, 1, 5, Loss(14.0, 2), 1, 2, 2)  # the older version
+    assert without_payload(sent) == evaluated
+    assert sent.payload.array.tolist() == [2, 0, 0, 1]
     assert evaluator.due > NOW
+
+
+def answers(effects: Effects) -> list[Evaluated]:
+    sent = [e.message for e in effects if isinstance(e, Send) and e.to == CONTROLLER]
+    return [message for message in sent if isinstance(message, Evaluated)]
+
+
+def test_counts_stay_as_they_were_sent_until_more_is_asked_for() -> None:
+    """The controller reads this memory in place; it is used again, not allocated again."""
+    evaluator, measure = make()
+    sent: list[Evaluated] = []
+    for number in (1, 2):
+        asked(evaluator, number)
+        for shard in (0, 1):
+            values = [0.0, 0.0][: 2 - shard]
+            answer(evaluator, shard, values, number=number, handout=number)
+        sent += answers(finish(evaluator))
+        measure.n_batches += 1
+        assert len(sent) == number
+        assert sent[-1].payload.array.tolist() == [1 + number, 0, 0, 1]
+    assert sent[0].payload.buffer is sent[1].payload.buffer
+    [again] = answers(evaluator.step(10.0))
+    assert again is sent[1], "the last is said again as it was"
 
 
 def test_predictions_come_batch_by_batch_before_the_answer() -> None:

@@ -17,7 +17,6 @@ from dbctl.envelope import (
     decode,
     encode,
 )
-from dbctl.node.compute import MAX_CONFUSION_CLASSES
 from dbctl.roles.base import PlainBuffer, View
 from dbctl.roles.shard import MAX_STALENESS_COUNTS
 from dbctl.transport.memory import SharedBuffer
@@ -94,18 +93,13 @@ def test_what_a_peer_says_cannot_act_on_a_terminal() -> None:
 
 
 def test_header_of_every_message_fits() -> None:
-    """A shard's table of 200 workers; the confusion of the most classes that have one."""
+    """A shard's table of 200 workers."""
     row = wire.WorkerRow("worker-100.100", 3, 1 << 40, Position(1 << 40, 1 << 20, 1 << 20))
     staleness = tuple(("worker-100.100", s, 1 << 30) for s in range(MAX_STALENESS_COUNTS))
     report = wire.ShardReport(1, 1 << 40, 1 << 40, 1 << 50, 1 << 50, 0, (row,) * 200, staleness)
-    confusion = ((1 << 32) - 1,) * MAX_CONFUSION_CLASSES**2
-    answer = wire.Evaluated(
-        1, 1, 1 << 40, wire.Loss(1.5, 1 << 40), 1 << 40, 1 << 40, 100, confusion
-    )
-    for message in (report, answer):
-        header = encode(Envelope(1, RUN, "evaluator-100.100", 1, "controller", message))
-        assert len(header) <= HEADER_BYTES == 64 << 10
-        assert msgspec.msgpack.decode(header)
+    header = encode(Envelope(1, RUN, "shard-100.100", 1, "controller", report))
+    assert len(header) <= HEADER_BYTES == 64 << 10
+    assert msgspec.msgpack.decode(header)
 
 
 def test_a_header_that_no_receiver_would_take_is_a_defect_of_its_sender() -> None:

@@ -24,7 +24,7 @@ from dbctl.roles.base import Allocate, Array, BatchResult, Tally
 from dbctl.wire import Position, Predictions
 
 EVALUATION_BATCH = 500
-MAX_CONFUSION_CLASSES = 100  # so that the answer fits in a header (envelope.HEADER_BYTES)
+MAX_CONFUSION_CLASSES = 1000  # 8 MB a matrix
 Pass = Generator[Exchange, Any, Any]
 
 
@@ -174,5 +174,5 @@ class NetworkMeasure:
             correct=self._correct if self._labelled else -1,
             top5=self._top5 if self._labelled else -1,
             classes=self._classes,
-            confusion=tuple(self._confusion.ravel().tolist()),
+            confusion=self._confusion if self._confusion.size else None,
         )

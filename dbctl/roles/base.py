@@ -168,13 +168,16 @@ class PortionGradient(Protocol):
 
 
 class Tally(NamedTuple):
-    """Sums and counts over the rows measured; `correct` and `top5` are -1 for float targets."""
+    """Sums and counts over the rows measured; `correct` and `top5` are -1 for float targets.
+
+    `confusion`: int64 (classes, classes), true class first; None where it is not counted.
+    """
 
     rows: int
     correct: int
     top5: int
     classes: int
-    confusion: tuple[int, ...]
+    confusion: Array | None = None
 
 
 class Measure(Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dbctl.roles.base import Array
 from dbctl.wire import Evaluate, Evaluated, Filed, Predictions
 
 
@@ -27,7 +28,7 @@ class Measured:
     accuracy: float | None
     top5: float | None
     classes: int
-    confusion: tuple[int, ...]
+    confusion: Array | None  # int64 (classes, classes), true class first
     version: int
 
     def fields(self) -> dict[str, Any]:
@@ -40,6 +41,11 @@ class Measured:
         }
 
 
+def _whole_numbers(answer: Evaluated) -> Array:
+    counts: Array = answer.payload.astype("int64").reshape(answer.classes, answer.classes)
+    return counts
+
+
 class Evaluations:
     """`evaluators`: the nodes of each one's partitions; the first of them answers."""
 
@@ -48,6 +54,7 @@ class Evaluations:
         self._predictions = predictions
         self._number = 0
         self._answers: dict[str, Evaluated] = {}
+        self._confusions: dict[str, Array] = {}
         self._filed: dict[str, int] = {}  # pieces of predictions that have come
         self.busy = False
 
@@ -63,6 +70,7 @@ class Evaluations:
         assert not self.busy
         self._number += 1
         self._answers = {}
+        self._confusions = {}
         self._filed = {}
         self.busy = True
         return self.pending()
@@ -92,6 +100,9 @@ class Evaluations:
         if not self.busy or answer.number != self._number or evaluator not in self._leaders():
             return None
         self._answers[evaluator] = answer
+        if answer.payload is not None and evaluator not in self._confusions:
+            # A copy: the memory is the evaluator's again once it is asked for more.
+            self._confusions[evaluator] = _whole_numbers(answer)
         if len(self._answers) < len(self._evaluators):
             return None
         self.busy = False
@@ -103,7 +114,7 @@ class Evaluations:
     def _sum(self, answers: Sequence[Evaluated]) -> Measured:
         rows = sum(a.loss.rows for a in answers)
         labelled = all(a.correct >= 0 for a in answers) and rows > 0
-        confusion = [a.confusion for a in answers if a.confusion]
+        confusions = list(self._confusions.values())
         return Measured(
             number=self._number,
             rows=rows,
@@ -111,6 +122,6 @@ class Evaluations:
             accuracy=sum(a.correct for a in answers) / rows if labelled else None,
             top5=sum(a.top5 for a in answers) / rows if labelled else None,
             classes=answers[0].classes,
-            confusion=tuple(sum(column) for column in zip(*confusion, strict=True)),
+            confusion=sum(confusions[1:], confusions[0]) if confusions else None,
             version=min(a.version for a in answers),
         )

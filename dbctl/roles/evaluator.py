@@ -17,7 +17,7 @@ import numpy as np
 
 from dbctl.model.exchange import Exchange
 from dbctl.region import Range
-from dbctl.roles.base import NOW, Allocate, Done, Effects, Measure, Send
+from dbctl.roles.base import NOW, Allocate, Array, Buffer, Done, Effects, Measure, Send, View
 from dbctl.roles.conversation import Conversation
 from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.worker import Channel, Timer
@@ -67,6 +67,8 @@ class Evaluator:
         self._n_batches = 0
         self._version = 0
         self._answer: Evaluated | None = None
+        self._allocate = allocate
+        self._confusion: Buffer | None = None  # is free again once there is a next Evaluate
         self._answer_timer = Timer(2 * resend_s)
         self._unfiled: deque[Predictions] = deque()
         self._unfiled_timer = Timer(2 * resend_s)
@@ -202,6 +204,14 @@ class Evaluator:
         self._unfiled.append(predictions)
         return [Send(CONTROLLER, predictions)]
 
+    def _counts(self, confusion: Array | None) -> View | None:
+        if confusion is None or not self._leads:
+            return None
+        if self._confusion is None:
+            self._confusion = self._allocate(confusion.size, "<f8")  # exact up to 2^53 rows
+        np.copyto(self._confusion.array, confusion.ravel())
+        return View(self._confusion, 0, confusion.size)
+
     def _finish(self, now: float, asked: Evaluate) -> Effects:
         tally = self._measure.tally()
         self._answer = Evaluated(
@@ -212,7 +222,7 @@ class Evaluator:
             tally.correct,
             tally.top5,
             tally.classes,
-            tally.confusion,
+            self._counts(tally.confusion),
         )
         self._asked = None
         effects: Effects = []

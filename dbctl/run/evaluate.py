@@ -267,7 +267,8 @@ class _Task:
             shutil.rmtree(runtime, ignore_errors=True)
 
     def _evaluation(self, measured: Measured) -> Evaluation:
-        confusion = _square(measured.confusion)
+        counts = measured.confusion
+        confusion = None if counts is None else tuple(map(tuple, counts.tolist()))
         return Evaluation(
             run_dir=str(self._run_dir.path),
             step=self._checkpoint.manifest.step,
@@ -320,11 +321,6 @@ class _Records:
 
     def tick(self, now: float, nodes: Nodes) -> None:
         """Nothing is shown meanwhile."""
-
-
-def _square(flat: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    side = round(len(flat) ** 0.5)
-    return tuple(flat[side * i : side * (i + 1)] for i in range(side)) or None
 
 
 def _classes(confusion: tuple[tuple[int, ...], ...]) -> list[Class]:

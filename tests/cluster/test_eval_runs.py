@@ -60,6 +60,24 @@ def test_it_agrees_with_the_run(tmp_path: Path) -> None:
     assert "1,438 rows of the train split" in text
 
 
+def test_a_matrix_of_more_classes_than_a_header_holds(tmp_path: Path) -> None:
+    """300 classes: 720 kB in shared memory, of two evaluators that each count half the rows."""
+    experiment = synthetic(rows=900, stop={"steps": 20}, evaluate={"every": "5 steps"})
+    layers = [{"type": "dense", "units": 300}]
+    experiment["network"] = {**experiment["network"], "layers": layers}
+    for split in experiment["data"].values():
+        split["classes"] = 300
+    with TrainRun(tmp_path, experiment) as run:
+        assert run.finish() == 0
+    done = dbctl("eval", run.dir, "--json", "--workers", 2)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["classes"]) == len(found["confusion"]) == 300
+    assert sum(map(sum, found["confusion"])) == found["examples"] == 40
+    hits = sum(row[number] for number, row in enumerate(found["confusion"]))
+    assert hits == round(found["accuracy"] * 40)
+
+
 def test_a_run_that_is_going_on(tmp_path: Path) -> None:
     experiment = synthetic(rows=100, stop=ENDLESS, checkpoint={"every": "0.5 s", "keep": 50})
     with TrainRun(tmp_path, experiment) as run:
