@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from math import inf, isnan
 
 import pytest
 
@@ -56,3 +57,14 @@ def test_two_commands_at_once_are_a_defect() -> None:
     commands.give(execute)
     with pytest.raises(AssertionError, match="a command is out"):
         commands.give(execute)
+
+
+def test_sums_that_are_not_finite_are_no_errors() -> None:
+    """A trial that went too far: shards answer inf and -inf, or more than float64 holds."""
+    commands = Commands(["a", "b"])
+    commands.give(execute)
+    commands.take("a", Executed(1, (inf, inf, 1e308)))
+    found = commands.take("b", Executed(1, (-inf, 1.0, 1e308)))
+    assert found is not None
+    assert isnan(found[1][0])
+    assert found[1][1:] == [inf, inf]

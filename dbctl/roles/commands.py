@@ -55,4 +55,12 @@ class Commands:
             return None
         done, self._now = self._now, None
         in_order = [self._answers[name] for name in self._shards]
-        return done, [fsum(column) for column in zip(*in_order, strict=True)]
+        return done, [_sum(column) for column in zip(*in_order, strict=True)]
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Rounded once; infinities and numbers near the end of float64 as arithmetic has them."""
+    try:
+        return fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)

@@ -78,6 +78,8 @@ class Sandblaster(Leader):
         self._allocation: Allocation | None = None  # while bundles are computed
         self._held = False  # at the end of an iteration, until its cut has come from all shards
         self._cut_wanted = False
+        self._outside_s = 0.0  # time in which nothing was evaluated: commands, cuts
+        self._outside_since = 0.0
         self._n_bundles = self._n_backups = 0
 
     @property
@@ -91,6 +93,7 @@ class Sandblaster(Leader):
     # ---------------------------------------------------------------------------- the method
 
     def _begin(self, now: float) -> Effects:
+        self._outside_since = now
         return self._advance(now, None)
 
     def _advance(self, now: float, answer: Any) -> Effects:
@@ -108,11 +111,12 @@ class Sandblaster(Leader):
                 # Nothing that a resumed run needs is changed by an evaluation.
                 if self._phase is Phase.ENDING:
                     return self._rest(now)
-                return self._evaluate(request)
+                return self._evaluate(now, request)
             case Iterated():
                 return self._iterated(now, request)
 
-    def _evaluate(self, request: Evaluate) -> Effects:
+    def _evaluate(self, now: float, request: Evaluate) -> Effects:
+        self._outside_s += now - self._outside_since
         self._request = request
         self._evaluation += 1
         evaluation = self._evaluation
@@ -137,6 +141,7 @@ class Sandblaster(Leader):
             "bundles": self._n_bundles,
             "backups": self._n_backups,
             "commands": self.n_round_trips["Execute"],
+            "outside_s": self._outside_s,
         }
         effects: Effects = [Record("iteration", fields)]
         stop, figures = self._start.stop, self.figures
@@ -205,6 +210,7 @@ class Sandblaster(Leader):
         self._n_backups += self._allocation.n_backups
         self.figures.evaluated(self._start.batch.rows)
         self._request = self._allocation = None
+        self._outside_since = now
         return self._advance(now, found)
 
     # ---------------------------------------------------------------------------- bundles

@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator
 from typing import Any
 
-from dbctl.node.build import NetworkGradient, NetworkMeasure, build
+from dbctl.node.build import NetworkGradient, NetworkMeasure, NetworkPortions, build
 from dbctl.plan import NodeSpec
 from dbctl.roles.base import Allocate, Role
 
@@ -113,3 +113,19 @@ def watch_pickle(node: str) -> None:
 
     sys.addaudithook(hook)
     assert pickle.loads(b"cbuiltins\nrepr\n.") is repr
+
+
+def slow_portions(spec: NodeSpec, allocate: Allocate) -> Role:
+    """The node that is meant computes portions at a twentieth of its speed."""
+    if not _is_meant(spec):
+        return build(spec, allocate)
+    plain = NetworkPortions.compute
+
+    def compute(self: NetworkPortions, *args: Any, **more: Any) -> Generator[Any, Any, Any]:
+        began = time.perf_counter()
+        result = yield from plain(self, *args, **more)
+        time.sleep(19 * (time.perf_counter() - began))
+        return result
+
+    NetworkPortions.compute = compute  # type: ignore[method-assign]
+    return build(spec, allocate)
