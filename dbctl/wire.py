@@ -74,10 +74,7 @@ class Welcome(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Asks for the parameters from element `start` on, once push `after` has been applied.
-
-    What lies there is the slice of one partition: a worker or reader has one slice a shard.
-    """
+    """Asks for a partition's slice, from element `start` on, once push `after` was applied."""
 
     term: int
     number: int
