@@ -145,12 +145,14 @@ def test_what_is_accepted_is_strong_wolfe_and_the_trials_are_those_of_scipy(
         return line.value(alpha)
 
     peer = dcsrch.DCSRCH(recorded, line.slope, c1, c2, 0.0, 0.0, 1e30)
-    peer(np.float64(step), line.value(0.0), line.slope(0.0), maxiter=41)
+    task = peer(np.float64(step), line.value(0.0), line.slope(0.0), maxiter=41)[3]
     it, trials = search(line, step, c1=c1, c2=c2, noise=0.0, max_trials=40)
     assert it.outcome == ACCEPTED
     assert is_strong_wolfe(line, it.alpha, c1=c1, c2=c2)
-    # It works with phi - phi(0), so that the last digits differ, and late trials with them.
-    assert trials[:6] == pytest.approx(asked[:6], rel=1e-6)
+    # It works with phi - phi(0), so that the last digits differ, and late trials with them. Where
+    # SciPy gives up, at a cubic that has no minimum, it goes on by halves.
+    n_alike = min(6, len(asked) - (task[:4] == b"WARN"))
+    assert trials[:n_alike] == pytest.approx(asked[:n_alike], rel=1e-6)
 
 
 @settings(deadline=None)
