@@ -21,7 +21,7 @@ from dbctl.errors import DbctlError, LaunchError
 from dbctl.launch.base import AgentHandle, Launcher
 from dbctl.process import beat_s
 from dbctl.roles.base import Done, Effects, Record, Save, Send
-from dbctl.roles.coordinator import Coordinator
+from dbctl.roles.leader import Leader
 from dbctl.run.nodes import Node, Nodes, died
 from dbctl.run.pulse import Pulse
 from dbctl.run.saver import Saved, Saver
@@ -71,7 +71,7 @@ class Session:
         run: str,
         runtime: str,
         launcher: Launcher,
-        coordinator: Coordinator,
+        coordinator: Leader,
         records: Records,
         signals: Signals,
         lease_s: float,
