@@ -6,9 +6,11 @@ alpha or its outcome; it never calls the model, so that a trial may be a whole c
 Theory of operation. phi(alpha) = f(x + alpha d). The best point so far is one end of an interval
 that is known to hold a good step once it is *bracketed*; until then trials move outwards, at least
 1.1 and at most 4 times the last move. A trial is placed by cubic and quadratic interpolation of
-values and slopes, by halves when the interval shrinks too slowly. As long as no trial had
-sufficient decrease and a slope >= 0 (stage one), the interval is chosen for phi less the line of
-sufficient decrease. The steps are those of MINPACK-2's dcsrch and dcstep. Added here:
+values and slopes, by halves when the interval shrinks too slowly. After a trial that is the best so
+far without sufficient decrease, the interval is chosen for phi less the line of that decrease.
+(Once a trial had it and a slope >= 0, the interval ends there, so that every better trial has it
+too: stage two of the paper needs no mark.) The steps are those of MINPACK-2's dcsrch and dcstep.
+Added here:
 
 - A trial that is not finite is a wall: the next one goes back towards the best point (a tenth from
   0, else half the way), and moves outwards stay below half the way to the wall.
@@ -79,7 +81,6 @@ class LineSearch:
         self._noise = noise * abs(value)
         self._best = self._other = self._start
         self._bracketed = False
-        self._stage_one = True
         self._widths = (inf, inf)  # of the interval, two steps ago and one
         self._wall = inf
 
@@ -129,10 +130,7 @@ class LineSearch:
     def _advance(self, trial: Point) -> None:
         """Choose the interval and the next alpha: the loop body of MINPACK-2's dcsrch."""
         tilt = self._c1 * self._start.slope
-        sufficient = self._sufficient(trial)
-        if sufficient and trial.slope >= 0:
-            self._stage_one = False
-        if not self._stage_one or sufficient or trial.value > self._best.value:
+        if self._sufficient(trial) or trial.value > self._best.value:
             tilt = 0.0
         best, other, alpha, self._bracketed = _choose(
             _tilted(self._best, -tilt),
