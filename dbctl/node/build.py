@@ -199,7 +199,6 @@ def build_batch_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocat
         send_every=optimizer.send_every,
         batch=optimizer.batch,
     )
-    prepare(len(cut.span(spec.partition)), "float32")
     start = BatchWorkerStart(
         gradient=gradient,
         shards=spec.shards,

@@ -29,6 +29,7 @@ class Snapshot:
     epochs: float
     total_epochs: float | None = None
     loss: float | None = None
+    gradient_norm: float | None = None  # batch methods
     test_accuracy: float | None = None
     examples: int
     examples_per_second: float
@@ -110,6 +111,8 @@ def _figures(snapshot: Snapshot, *, short: bool) -> list[tuple[int, str]]:
     s = snapshot
     accuracy, speed, stale = ("acc", "ex/s", "stale") if short else _LONG
     parts = [(1, f"loss {_number(s.loss)}")]
+    if s.gradient_norm is not None:
+        parts.append((5, f"|g| {_number(s.gradient_norm)}"))
     if s.test_accuracy is not None:
         share = _percent(s.test_accuracy, 1 if short else 2)
         parts.append((2, f"{accuracy} {share.replace(' ', '') if short else share}"))

@@ -33,7 +33,6 @@ class BatchFigures(Figures):
         self.iteration = iteration
         self.passes = passes
         self.batch_loss: float | None = None
-        self.gradient_norm: float | None = None
 
     def iterated(self, found: Iterated) -> None:
         self.iteration = found.iteration
@@ -64,3 +63,11 @@ class BatchFigures(Figures):
     def left_out(self) -> dict[int, int]:
         """None: what a dead replica had is computed by the others."""
         return {}
+
+    def refused(self) -> int:
+        """None: a point where the gradient is not finite is a trial that went too far."""
+        return 0
+
+    def mean_staleness(self) -> float | None:
+        """None: a gradient of an earlier point does not count at all."""
+        return None

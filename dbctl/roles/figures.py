@@ -47,6 +47,7 @@ class Figures:
         self.dead: set[int] = set()
         self._settled: dict[int, Position] = {}
         self.first_loss: float | None = None  # mean of the first rows, of the first life if known
+        self.gradient_norm: float | None = None  # of the whole batch: batch methods only
         self.test_loss: float | None = None
         self.test_accuracy: float | None = None
 

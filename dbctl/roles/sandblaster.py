@@ -182,7 +182,11 @@ class Sandblaster(Leader):
             return []
         if sender.node == self._start.workers[replica][0]:
             self.figures.report(now, replica, report)
-        return [Record("worker", worker_fields(sender.node, report, figures=self.figures))]
+        fields = worker_fields(sender.node, report, figures=self.figures)
+        # No fault: the line search tried a point that is too far.
+        fields["not_finite"] = fields.pop("refused")
+        del fields["refused_where"]
+        return [Record("worker", fields)]
 
     def _executed(self, now: float, command: NumberedCommand, scalars: list[float]) -> Effects:
         match command:

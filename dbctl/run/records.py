@@ -71,7 +71,7 @@ class RunRecords:
         match record.event:
             case "evaluation":
                 self._display.event("evaluation", _describe_measured(fields), fields)
-            case "worker" if fields["refused"]:
+            case "worker" if fields.get("refused"):
                 self._warn_refused(fields)
         del measured
 
@@ -125,6 +125,7 @@ class RunRecords:
             epochs=figures.epochs,
             total_epochs=figures.reachable_epochs(stop.epochs) if stop.epochs else None,
             loss=figures.loss(last_epoch=False),
+            gradient_norm=figures.gradient_norm,
             test_accuracy=figures.test_accuracy,
             examples=figures.examples,
             examples_per_second=figures.examples_per_second(now) or 0.0,
