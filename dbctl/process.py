@@ -149,12 +149,13 @@ def signals_held() -> Iterator[None]:
 
 
 def clear_runtime(runtime: str | Path) -> None:
-    """Removes the sockets in a private directory, and the directory if nothing else is in it."""
+    """Removes the sockets and pipes in a private directory, and the directory if nothing else is in it."""
     try:
         with os.scandir(runtime) as entries:
             found = list(entries)
         for entry in found:
-            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+            mode = entry.stat(follow_symlinks=False).st_mode
+            if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
                 os.unlink(entry.path)
         os.rmdir(runtime)
     except OSError:

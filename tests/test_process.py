@@ -91,6 +91,7 @@ def test_the_private_directory_goes_with_its_sockets(tmp_path: Path) -> None:
     runtime.mkdir()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(runtime / "shard-0.1.sock"))
+        os.mkfifo(runtime / "shard-0.1.sock.line")
         clear_runtime(runtime)
     assert not runtime.exists()
     clear_runtime(runtime)  # twice is fine
