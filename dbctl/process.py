@@ -149,7 +149,7 @@ def signals_held() -> Iterator[None]:
 
 
 def clear_runtime(runtime: str | Path) -> None:
-    """Removes the sockets and pipes in a private directory, and the directory if nothing else is in it."""
+    """Removes sockets and pipes in a private directory, and it if nothing else is in it."""
     try:
         with os.scandir(runtime) as entries:
             found = list(entries)
