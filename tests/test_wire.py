@@ -25,6 +25,7 @@ from dbctl.envelope import (
     without_payload,
 )
 from dbctl.wire import Ack, Message, Params, Peer, Position
+from dbctl.wire_batch import Computed, Execute, Executed
 
 MESSAGES: list[type[Message]] = list(get_args(AnyMessage))
 PAYLOADS = [None, Shared(1, 2, 3, 4, 5, 6, "<f4"), Inline(7, 0, 2, 9, "<f8")]
@@ -129,3 +130,13 @@ def test_deep_nesting_is_refused() -> None:
 def test_positions_are_ordered_by_step_first() -> None:
     assert Position(2, 0, 2) > Position(1, 5, 0)
     assert max(Position(3, 1, 0), Position(3, 0, 3)) == Position(3, 1, 0)
+
+
+def test_the_longest_answer_of_a_worker_fits_in_a_header() -> None:
+    """The greatest `send_every`; and the widest command of the greatest `history`."""
+    encode(envelope(Computed(10**9, 10**9, 10**6, (1 / 3,) * 5000)))
+    names = tuple(f"{kind}{n}" for n in range(100) for kind in "sy")
+    terms = tuple((1 / 3, name) for name in (*names, "gradient"))
+    encode(envelope(Execute(10**9, (("direction", terms),), (), ("direction",), ("gradient",))))
+    encode(envelope(Execute(10**9, (), (), ("s0", "y0", "gradient"), (*names, "gradient"))))
+    encode(envelope(Executed(10**9, (1 / 3,) * 603)))

@@ -163,7 +163,8 @@ class SandblasterSpec:
     method: BatchMethod = "lbfgs"
     history: History = 10
     portion: Count = 100
-    send_every: Count = 5
+    # Each portion's loss is in one header (envelope.HEADER_BYTES).
+    send_every: Annotated[int, Ge(1), Le(5000)] = 5
     batch: Count | None = None
     backup: bool = True
     line_search: LineSearchSpec = _LINE_SEARCH
