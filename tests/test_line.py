@@ -131,9 +131,15 @@ def test_who_expects_an_answer_looks_for_it_before_sleeping(lines: tuple[Line, L
 
 
 def two(make: Make) -> tuple[Link, Link]:
+    """Two that are connected both ways, and have spoken."""
     first, second = make("worker-0.0"), make("worker-0.1")
     first.connect("worker-0.1", 1, second.endpoint)
     second.connect("worker-0.0", 1, first.endpoint)
+    opening = SharedBuffer(4, "<f4")
+    first.send("worker-0.1", boxes(0, opening))
+    second.send("worker-0.0", boxes(0, opening))
+    assert len(arrive(first) + arrive(second)) == 2
+    opening.close()
     return first, second
 
 
@@ -242,14 +248,18 @@ def test_what_is_no_partners_word_is_dropped_and_counted(make: Make) -> None:
 def test_who_is_not_connected_is_heard_as_by_a_socket(make: Make) -> None:
     """The first of two partners is told of the other only when that is up, and may hear it first.
 
-    A newer life of a node ends the older one, as any message of it does.
+    Its first word comes by the socket, so that it can be answered; a newer life of a node ends the
+    older one, as any message of it does.
     """
     first, second = make("worker-0.0"), make("worker-0.1")
     first.connect("worker-0.1", 1, second.endpoint)
     buffer = SharedBuffer(4, "<f4")
-    first.send("worker-0.1", boxes(1, buffer))
-    first.send("worker-0.1", boxes(2, buffer))
-    assert [message.number for _, message in arrive(second, 2)] == [1, 2]  # type: ignore[attr-defined]
+    for number in range(3):
+        first.send("worker-0.1", boxes(number, buffer))
+    got = [message.number for _, message in arrive(second, 3)]  # type: ignore[attr-defined]
+    assert sorted(got) == [0, 1, 2]
+    second.send("worker-0.0", boxes(9, buffer))
+    assert arrive(first)[0][1].number == 9  # type: ignore[attr-defined]
     newer = make("worker-0.0", 2)
     newer.connect("worker-0.1", 1, second.endpoint)
     newer.send("worker-0.1", boxes(3, buffer))

@@ -211,6 +211,7 @@ class _Echo:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._answer = View(allocate(1, "<f4"), 0, 1)
         self._own = np.zeros(LINK_ELEMENTS, np.float32)
         self._thread = threading.Thread(target=self._run, name="echo")
         self._thread.start()
@@ -222,7 +223,7 @@ class _Echo:
                     return
                 np.copyto(self._own[: len(message.payload)], message.payload)
                 if message.phase == "back":
-                    self._link.send(peer.node, Boxes(message.number, "states", 0, np.zeros(1)))
+                    self._link.send(peer.node, Boxes(message.number, "states", 0, self._answer))
 
     def join(self) -> None:
         self._thread.join()
@@ -231,14 +232,15 @@ class _Echo:
 def _link_speeds() -> tuple[float, float, float]:
     """Seconds of a message to somebody who waits, of each further one, and bytes a second."""
     runtime = make_runtime()
-    endpoint = f"ipc://{runtime}/echo"
+    at = {name: f"ipc://{runtime}/{name}" for name in ("echo", "asking")}
     try:
         with (
-            Link(run="speeds", node="echo", incarnation=1, listen=endpoint) as there,
-            Link(run="speeds", node="asking", incarnation=1, listen=None) as here,
+            Link(run="speeds", node="echo", incarnation=1, listen=at["echo"]) as there,
+            Link(run="speeds", node="asking", incarnation=1, listen=at["asking"]) as here,
         ):
+            there.connect("asking", 1, at["asking"])
+            here.connect("echo", 1, at["echo"])
             echo = _Echo(there)
-            here.connect("echo", 1, endpoint)
             try:
                 return _round_trips(here)
             finally:

@@ -110,6 +110,7 @@ class Link:
         self._switch = Switch(self._settings)
         self._line = Line()
         self._partners: dict[str, int] = {}  # what is connected: the lives that are heard directly
+        self._spoken: set[str] = set()
         self._mappings = Mappings()
 
     def __enter__(self) -> Link:
@@ -185,9 +186,12 @@ class Link:
         """
         self._check()
         frames = self._packer.pack(to, message)
-        alone = type(message) in DIRECT and len(frames) == len(frames[0]) == 1
-        if not (alone and self._line.send(to, frames[0][0])):
-            self._submit(partial(self._switch.post, to, frames))
+        if type(message) in DIRECT and len(frames) == len(frames[0]) == 1:
+            if to in self._spoken and self._line.send(to, frames[0][0]):
+                return
+            # The first goes by the socket: the other may know no way to answer but the way it came.
+            self._spoken.add(to)
+        self._submit(partial(self._switch.post, to, frames))
 
     def receive(self, timeout_s: float | None) -> list[tuple[Peer, Message]]:
         """Everything that has come; waits for the first for `timeout_s` (None: for ever).
@@ -244,6 +248,7 @@ class Link:
             return
         if endpoint.startswith(IPC) and self._partners.get(node) != incarnation:
             self._partners[node] = incarnation
+            self._spoken.discard(node)
             self._line.connect(node, _file_of(endpoint))
         self._submit(partial(self._switch.connect, node, incarnation, endpoint))
 
