@@ -15,6 +15,7 @@ from dbctl.cli.main import main
 from dbctl.errors import CheckpointError, UsageError
 from dbctl.experiment.read import load, parse
 from dbctl.region import Range
+from dbctl.roles.batch_shard import BatchShard
 from dbctl.run.initial_run import absent, settle, split
 from dbctl.rundir import RunDir
 from dbctl.wire import Position
@@ -37,6 +38,7 @@ optimizer: {type: downpour, batch_size: 16, rule: {type: adagrad, rate: 0.1}, ov
 stop: {steps: 8}
 checkpoint: {every: off}
 """
+BATCH = "optimizer={type: sandblaster, method: lbfgs, portion: 20}"
 SERIAL = "optimizer={type: sgd, batch_size: 16, rule: {type: sgd, rate: 0.1}}"
 
 
@@ -75,7 +77,8 @@ def at_start(run: InprocRun) -> np.ndarray:
     cut = run.life.plan.cut
     whole = np.full(run.life.plan.n_parameters, np.nan, np.float32)
     for span in run.life.plan.shards:
-        own = run.net.role(span.node).values  # type: ignore[attr-defined]
+        role = run.net.role(span.node)
+        own = role.shard.values if isinstance(role, BatchShard) else role.values  # type: ignore[attr-defined]
         for piece in cut.pieces:
             held = Range(span.start, span.stop).intersection(piece.range)
             for start, part in piece.runs(held):
@@ -119,6 +122,18 @@ def test_it_goes_on_like_serial_sgd_begun_there(first: RunDir, tmp_path: Path) -
         assert run.run().status == "done"
         wanted = serial_sgd(parse(TEXT, overrides=overrides), 8, begin=values(newest(first)))
     np.testing.assert_array_equal(values(newest(run_dir)), wanted)
+
+
+def test_from_downpour_to_a_batch_method_and_back(first: RunDir, tmp_path: Path) -> None:
+    """Paper A, figure 4: Sandblaster from the warmstart of the others; its history stays behind."""
+    run_dir, run = begin(TEXT, tmp_path / "a", overrides=[BATCH, from_(first), "stop.steps=3"])
+    np.testing.assert_array_equal(at_start(run), values(newest(first)))
+    assert run.run().status == "max_iterations"
+    assert newest(run_dir).manifest.step == 3
+    assert len(newest(run_dir).manifest.vectors) > 2
+    _, run = begin(TEXT, tmp_path / "b", overrides=[from_(run_dir), "shards=2"])
+    np.testing.assert_array_equal(at_start(run), values(newest(run_dir)))
+    assert run.run().status == "done"
 
 
 def test_a_step_is_that_step_and_none_is_the_newest(first: RunDir) -> None:
