@@ -108,7 +108,7 @@ def test_in_float32(cut: NetworkCut, n: int, seed: int, floats: bool) -> None:
 # ------------------------------------------------------------------- where arithmetic is exact
 
 exact_layers = st.one_of(
-    pools(("max", "mean", "l2")).map(lambda p: _edge_to_edge(p)),
+    pools(("max", "mean")).map(lambda p: _edge_to_edge(p)),
     filters(Conv2dSpec, ("linear", "relu")),
     filters(Local2dSpec, ("linear", "relu")),
     st.just(DropoutSpec(rate=0.5)),
@@ -116,8 +116,8 @@ exact_layers = st.one_of(
 
 
 def _edge_to_edge(pool: PoolSpec) -> PoolSpec:
-    """Means of 2 or 4; norms of one number, which are exact if the others are 0."""
-    size = (2, 2) if pool.kind == "mean" else (1, 1) if pool.kind == "l2" else pool.size
+    """Means of 4. No norms: their gradient x dy / y is rounded, and sums of it may differ."""
+    size = (2, 2) if pool.kind == "mean" else pool.size
     return PoolSpec(kind=pool.kind, size=size, stride=pool.stride)
 
 
