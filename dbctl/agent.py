@@ -19,11 +19,13 @@ process of a run (systemd, a batch system) gets a final checkpoint, which takes 
 
 It ends at the end of its standard input (its parent is gone), at the end of its lease, or on
 Finish: all its nodes gently, SIGKILL a second later, and the private directory goes.
+
+An agent of another host is told its options as JSON on standard input (`--stdin`). It makes its
+directories itself, and sends the logs of its nodes to the controller (dbctl/logs.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import json
@@ -39,7 +41,9 @@ from math import inf
 from pathlib import Path
 
 from dbctl import __version__
+from dbctl.agent_options import parse, told
 from dbctl.envelope import PROTOCOL_VERSION
+from dbctl.logs import LogSender
 from dbctl.process import (
     SPEC_BYTES_MAX,
     beat_s,
@@ -53,12 +57,14 @@ from dbctl.process import (
 )
 from dbctl.transport.link import Link
 from dbctl.wire import Exited, Failed, Finish, Kill, Message, Peer, Start, Started
+from dbctl.wire_logs import LogFiled
 
 CONTROLLER = "controller"
 GENTLE_S = 2.0  # from a gentle Kill to SIGKILL
 END_GENTLE_S = 1.0  # the same when the agent itself ends: lease + 2 s is the promise
 END_KILL_S = 0.8  # how long the killed may take to be reaped
 LOOK_S = 0.25  # how late the end of the lease is seen
+LAST_LOGS_S = 1.0  # how long the rest of the logs may take once all nodes have ended
 CANNOT_START = 127  # the status of a node that could not be started, as the shell's
 NODE_NAME = re.compile(r"[a-z][a-z0-9-]*(\.[0-9]+)*")
 
@@ -213,10 +219,13 @@ def spawn(order: Start, logs: Path) -> Child:
 class Agent:
     """The loop. `serve` returns why it is over; `end` leaves nothing running."""
 
-    def __init__(self, link: Link, children: Children, *, name: str) -> None:
+    def __init__(
+        self, link: Link, children: Children, *, name: str, logs: LogSender | None = None
+    ) -> None:
         self.link = link
         self.children = children
         self.name = name
+        self.logs = logs
         self.over = ""
 
     def handle_signals(self) -> None:
@@ -240,6 +249,7 @@ class Agent:
             # After the messages: a node's own word (Failed) came before its death.
             self._report(self.children.reap())
             self.children.kill_due(_now())
+            self._send_logs()
         return self.over
 
     def _take(self, peer: Peer, message: Message) -> None:
@@ -257,6 +267,8 @@ class Agent:
         elif isinstance(message, Kill):
             log(self.name, f"kill {message.node}#{message.incarnation}, gently {message.gently}")
             self._report([e for e in [self.children.kill(message, _now())] if e is not None])
+        elif isinstance(message, LogFiled) and self.logs is not None:
+            self.logs.take(message)
         elif isinstance(message, Finish):
             self.over = "finished"
         else:
@@ -266,6 +278,27 @@ class Agent:
         for exited in exits:
             log(self.name, f"{exited.node}#{exited.incarnation} ended, status {exited.status}")
             self.link.send(CONTROLLER, exited)
+
+    def _send_logs(self) -> bool:
+        """Says what is due of the nodes' logs; whether a piece is still on its way."""
+        if self.logs is None:
+            return False
+        piece = self.logs.due({node for node, _ in self._known()}, _now())
+        if piece is not None:
+            self.link.send(CONTROLLER, piece)
+        return self.logs.waits
+
+    def _known(self) -> list[Key]:
+        return [*self.children.running, *self.children.ended]
+
+    def end_logs(self) -> None:
+        """All nodes have ended: the rest of their logs, and then no copy stays here."""
+        assert self.logs is not None
+        deadline = _now() + LAST_LOGS_S
+        while self._send_logs() and _now() < deadline:
+            for peer, message in self.link.receive(0.05):
+                self._take(peer, message)
+        self.logs.remove({node for node, _ in self._known()})
 
     def end(self) -> None:
         """Gently, a second, SIGKILL; whatever this agent started is dead and reaped, or (asleep in
@@ -281,20 +314,15 @@ class Agent:
             log(self.name, f"{node} (pid {child.process.pid}) was killed but does not end")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dbctl agent", allow_abbrev=False)
-    parser.add_argument("--runtime", required=True, help="private directory for sockets")
-    parser.add_argument("--run", required=True, help="the run's identifier")
-    parser.add_argument("--name", required=True, help="this agent's name: agent-0")
-    parser.add_argument("--logs", required=True, help="directory for logs/NODE.log")
-    parser.add_argument("--lease", type=float, default=10.0, metavar="SECONDS")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str]) -> int:
     """Runs an agent to its end; 0 whatever ended it, the reason is in its log."""
     leave_signals()  # its nodes inherit it: none is without between its birth and its first line
-    options = parse(argv)
+    is_told = argv == ["--stdin"]
+    try:
+        options = told() if is_told else parse(argv)
+    except (OSError, ValueError) as error:
+        log("agent", f"cannot begin: {one_line(error)}")
+        return 1
     raise_descriptor_limit()
     end_with_parent(signal.SIGCONT)  # a stopped agent must wake to see that its parent is gone
     link = Link(
@@ -309,26 +337,36 @@ def main(argv: list[str]) -> int:
         watch_fd=0,
         on_trouble=partial(log, options.name),
     )
-    agent = Agent(link, Children(Path(options.logs)), name=options.name)
+    logs = LogSender(Path(options.logs)) if is_told else None
+    agent = Agent(link, Children(Path(options.logs)), name=options.name, logs=logs)
     agent.handle_signals()
     link.start()
-    ready = {
-        "name": options.name,
-        "pid": os.getpid(),
-        "endpoint": link.endpoint,
-        "version": __version__,
-        "protocol": PROTOCOL_VERSION,
-    }
     try:
-        sys.stdout.write(f"READY {json.dumps(ready)}\n")
-        sys.stdout.flush()
-        os.dup2(2, 1)  # nothing else is ever said there: its reader sees the end
-        log(options.name, f"ready, pid {os.getpid()}")
+        say_ready(options.name, link.endpoint)
         log(options.name, f"ends: {agent.serve()}")
     except BrokenPipeError:
         log(options.name, "ends: nobody reads its READY line")
     finally:
         agent.end()
+        if agent.over == "finished" and logs is not None:
+            agent.end_logs()
         link.close(1.0 if agent.over == "finished" else 0.0)
         clear_runtime(options.runtime)
     return 0
+
+
+def say_ready(name: str, endpoint: str) -> None:
+    """The one line on standard output; BrokenPipeError: nobody reads it."""
+    ready = {
+        "name": name,
+        "pid": os.getpid(),
+        "endpoint": endpoint,
+        "version": __version__,
+        "protocol": PROTOCOL_VERSION,
+        "python": sys.executable,
+    }
+    # What a login file printed before may have no end of line.
+    sys.stdout.write(f"\nREADY {json.dumps(ready)}\n")
+    sys.stdout.flush()
+    os.dup2(2, 1)  # nothing else is ever said there: its reader sees the end
+    log(name, f"ready, pid {os.getpid()}")

@@ -13,8 +13,9 @@ import msgspec
 from dbctl import wire
 from dbctl.wire import Message, Peer
 from dbctl.wire_batch import BatchMessage
+from dbctl.wire_logs import LogMessage
 
-AnyMessage = wire.AnyMessage | BatchMessage
+AnyMessage = wire.AnyMessage | BatchMessage | LogMessage
 
 PROTOCOL_VERSION = 1
 HEADER_BYTES = 64 << 10

@@ -6,21 +6,29 @@ input); the plan's text is what `--dry-run` prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from dbctl.bundles import Batch
 from dbctl.errors import PlanError
-from dbctl.experiment.specs import DownpourSpec, Experiment, SandblasterSpec
+from dbctl.experiment.specs import (
+    DownpourSpec,
+    Experiment,
+    HostSpec,
+    SandblasterSpec,
+    SshCluster,
+)
 from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.network import tensors
 from dbctl.model.tensor import Tensor
+from dbctl.placement import place
 from dbctl.region import Range
 from dbctl.shards import ShardSpan, shard_spans, spans_within
 from dbctl.wire import BEGINNING, Position
 
+LOCALHOST = "localhost"
 ITEM_BYTES = 4
 PROCESS_BYTES = 60 << 20  # what Python with numpy and pyzmq takes before any of ours
 N_PARAMETER_BUFFERS = 3
@@ -87,6 +95,16 @@ class Plan:
     def n_parameters(self) -> int:
         return self.tensors[-1].range.stop
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Those that run a node, in the order of the file: each has one agent."""
+        used = {node.host for node in self.nodes}
+        return tuple(name for name in host_names(self.experiment) if name in used)
+
+    def agent_of(self, host: str) -> str:
+        """The name of that host's agent: numbered as the file numbers the hosts."""
+        return f"agent-{host_names(self.experiment).index(host)}"
+
     def of_role(self, role: str) -> list[NodePlan]:
         return [node for node in self.nodes if node.role == role]
 
@@ -131,10 +149,48 @@ class Plan:
             yield f"{where}{node.threads:>7}{memory:>12}  {node.what}"
 
 
+def host_names(experiment: Experiment) -> tuple[str, ...]:
+    """Of all hosts of the experiment, also of those that run nothing."""
+    cluster = experiment.cluster
+    if isinstance(cluster, SshCluster):
+        return tuple(host.name for host in cluster.members)
+    return (LOCALHOST,)
+
+
+def placed(experiment: Experiment, nodes: Sequence[NodePlan]) -> tuple[NodePlan, ...]:
+    """The nodes with their hosts, and with the threads that their hosts say."""
+    cluster = experiment.cluster
+    if not isinstance(cluster, SshCluster):
+        return tuple(nodes)
+    hosts: Mapping[str, HostSpec] = {host.name: host for host in cluster.members}
+
+    def groups(role: str) -> list[list[str]]:
+        found: dict[int, list[str]] = {}
+        for node in nodes:
+            if node.role == role:
+                found.setdefault(node.replica, []).append(node.node)
+        return list(found.values())
+
+    where = place(
+        cluster.members,
+        shards=[node.node for node in nodes if node.role == "shard"],
+        replicas=groups("worker"),
+        evaluators=groups("evaluator"),
+    )
+    return tuple(
+        replace(
+            node,
+            host=where[node.node],
+            threads=(node.role == "worker" and hosts[where[node.node]].threads) or node.threads,
+        )
+        for node in nodes
+    )
+
+
 def make_plan(
     experiment: Experiment, *, rows: int, test_rows: int, cores: int, threads: int | None = None
 ) -> Plan:
-    """The plan of a local run. `rows`, `test_rows`: of the data; `cores`: of this host.
+    """The plan of a run. `rows`, `test_rows`: of the data; `cores`: of this host, if it runs here.
 
     `threads` of a worker: the experiment's, the user's OMP_NUM_THREADS, or the cores shared out.
     PlanError says what does not fit, with the arithmetic.
@@ -155,10 +211,13 @@ def make_plan(
         cut=cut,
         tensors=layout,
         shards=spans,
-        nodes=(
-            *_shard_nodes(experiment, spans),
-            *_worker_nodes(experiment, cut, share, threads=per_worker),
-            *_training_evaluator(experiment, cut, test_rows),
+        nodes=placed(
+            experiment,
+            [
+                *_shard_nodes(experiment, spans),
+                *_worker_nodes(experiment, cut, share, threads=per_worker),
+                *_training_evaluator(experiment, cut, test_rows),
+            ],
         ),
         rows=share,
     )
@@ -193,7 +252,7 @@ def make_evaluation_plan(experiment: Experiment, *, rows: int, evaluators: int) 
         cut=cut,
         tensors=layout,
         shards=spans,
-        nodes=(*_shard_nodes(experiment, spans), *measuring),
+        nodes=placed(experiment, [*_shard_nodes(experiment, spans), *measuring]),
         rows=(),
     )
 
@@ -210,7 +269,7 @@ def _shard_nodes(experiment: Experiment, spans: Sequence[ShardSpan]) -> Iterator
         yield NodePlan(
             node=span.node,
             role="shard",
-            host="localhost",
+            host=LOCALHOST,
             threads=1,
             memory_bytes=PROCESS_BYTES + size * vectors,
             what=f"parameters {Range(span.start, span.stop)}",
@@ -233,7 +292,7 @@ def _worker_nodes(
             yield NodePlan(
                 node=f"worker-{replica}.{partition}",
                 role="worker",
-                host="localhost",
+                host=LOCALHOST,
                 threads=threads,
                 memory_bytes=PROCESS_BYTES + (held + rows * features) * ITEM_BYTES,
                 what=f"replica {replica}, {rows:,} rows{of}",
@@ -260,7 +319,7 @@ def _evaluator_nodes(
         yield NodePlan(
             node=f"evaluator-{number}" + (f".{partition}" if cut.count > 1 else ""),
             role="evaluator",
-            host="localhost",
+            host=LOCALHOST,
             threads=1,
             memory_bytes=PROCESS_BYTES + memory,
             what=f"measures {what}",

@@ -90,7 +90,7 @@ class InprocRun:
             on_record=lambda now, record: self.records.append(record),
         )
         agent = AgentHandle("agent-0", "localhost", "", 0)
-        nodes = make_nodes(plan, agent, run="run", runtime="", run_dir=run_dir.path, origin=origin)
+        nodes = make_nodes(plan, [agent], run="run", run_dir=run_dir.path, origin=origin)
         for name, node in nodes.items():
             spec = msgspec.json.decode(node.order.spec, type=NodeSpec)
             self.net.add(name, build(spec, PlainBuffer))

@@ -87,9 +87,8 @@ class Task:
         self.net = Network(workers, faults, on_record=self._on_record)
         nodes = make_nodes(
             plan,
-            AgentHandle("agent-0", "localhost", "", 0),
+            [AgentHandle("agent-0", "localhost", "", 0)],
             run="run",
-            runtime="",
             run_dir=run_dir.path,
             origin=Origin(restore=str(checkpoint.path), positions={}),
         )

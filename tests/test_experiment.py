@@ -549,8 +549,8 @@ def test_a_wrong_type_lists_those_that_exist(kind: str) -> None:
 
 
 def test_a_wrong_launcher_or_layer() -> None:
-    message = only(changed("launcher: local", "launcher: ssh, hosts: [a]"))
-    assert "cluster.launcher: expected local, found the text `ssh`" in message
+    message = only(changed("launcher: local", "launcher: slurm, hosts: [a]"))
+    assert "cluster.launcher: expected one of local, ssh, found the text `slurm`" in message
     message = only(changed("type: dense, units: 10", "type: dens, units: 10"))
     assert "network.layers.1.type: expected" in message
     assert "did you mean `dense`?" in message

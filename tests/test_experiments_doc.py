@@ -9,7 +9,7 @@ from typing import Any
 from dbctl.experiment.meanings import MEANINGS
 from dbctl.experiment.read import parse
 from dbctl.experiment.schema import schema
-from dbctl.experiment.shape import fields_of, keys_below, shape_of
+from dbctl.experiment.shape import TAGS, fields_of, keys_below, shape_of
 from dbctl.experiment.specs import DigitsSource, Every, Experiment
 from dbctl.plan import make_plan
 from dbctl.run.setting import open_data
@@ -42,7 +42,7 @@ def defaults() -> set[tuple[str, str]]:
             default = field.default
             if isinstance(default, bool):
                 found.add((name, str(default).lower()))
-            elif isinstance(default, int | float | str | Every) and name not in ("type", "source"):
+            elif isinstance(default, int | float | str | Every) and name not in TAGS:
                 found.add((name, str(default)))
             shape = shape_of(field.annotation)
             for inner in shape.specs + (shape_of(shape.items).specs if shape.items else ()):

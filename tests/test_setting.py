@@ -41,8 +41,22 @@ def make(*, count: int = 1, replicas: int = 2, shards: int = 4) -> Plan:
 
 def nodes_of(plan: Plan, tmp_path: Path, **changes: Any) -> dict[str, Node]:
     origin = Origin(positions=beginnings(plan.experiment.replicas))
-    fields: dict[str, Any] = {"run": "r", "runtime": "/x", "run_dir": tmp_path, "origin": origin}
-    return make_nodes(plan, AgentHandle("agent-0", "localhost", "", 0), **(fields | changes))
+    fields: dict[str, Any] = {"run": "r", "run_dir": tmp_path, "origin": origin}
+    return make_nodes(plan, agents_of(plan), **(fields | changes))
+
+
+def agents_of(plan: Plan) -> list[AgentHandle]:
+    return [
+        AgentHandle(
+            plan.agent_of(host),
+            host,
+            "ipc:///here",
+            0,
+            inside=f"ipc:///{host}/a",
+            runtime=f"/{host}",
+        )
+        for host in plan.hosts
+    ]
 
 
 def spec_of(node: Node) -> NodeSpec:

@@ -7,7 +7,9 @@ once, and none twice. Whether a request can be placed is for plan; this is only 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 from unicodedata import category
 
@@ -172,6 +174,71 @@ def _loss(values: Values) -> Iterator[Fault]:
         yield Fault((*path, "units"), f"{message}; one output is loss logistic")
 
 
+# ------------------------------------------------------------------------------------------ hosts
+
+# ssh itself gives user and host to a shell for some settings (ProxyCommand), so there is no
+# character here that any shell takes for more than itself.
+HOST_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+_USER = r"[A-Za-z0-9_][A-Za-z0-9_.+-]*"
+_SSH_HOST = r"[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]+"
+_IN_URI = r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\]"
+SSH_DESTINATION = (
+    rf"(?:{_USER}@)?(?:{_SSH_HOST})|ssh://(?:{_USER}@)?(?:{_IN_URI})(?::[0-9]{{1,5}})?"
+)
+_DNS_NAME = r"[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?)*"
+MAX_ENV = 8_192  # what is told a host goes into a pipe without waiting
+_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*"
+
+
+def _hosts(values: Values) -> Iterator[Fault]:
+    seen: dict[str, int] = {}
+    for path, value in values.items():
+        if path[:2] != ("cluster", "hosts") or len(path) != 4 or value is None:
+            continue
+        key = path[3]
+        if message := _host_fault(key, value):
+            yield Fault(path, message)
+        elif key == "name":
+            first = seen.setdefault(value, int(path[2]))
+            if first != int(path[2]):
+                yield Fault(path, f"expected another name, hosts.{first} is called `{value}` too")
+
+
+def _host_fault(key: str, value: Any) -> str:
+    """What is wrong with one value of a host, or ""."""
+    if key == "name" and not re.fullmatch(HOST_NAME, value):
+        return "expected up to 63 letters, digits and `_.-`, the first a letter or digit"
+    if key == "ssh" and not re.fullmatch(SSH_DESTINATION, value):
+        return "expected what ssh calls a destination: HOST, USER@HOST, ssh://USER@HOST:PORT"
+    if key == "address":
+        return _address_fault(value)
+    if key in ("python", "workdir"):
+        if value.startswith("-"):
+            return "expected a path, found a dash at its beginning; write ./ before it"
+        if any(category(c) in _BAD_CATEGORIES for c in value):
+            return "expected a path, found a control character in it"
+        if value.startswith("~") and not value.startswith("~/"):
+            return "expected a path; of a home directory only ~/, that of the user there"
+    if key == "env":
+        if sum(map(len, value)) > MAX_ENV:
+            return f"expected at most {MAX_ENV:,} characters in all, found {sum(map(len, value)):,}"
+        for variable in value:
+            if not re.fullmatch(_VARIABLE, variable, flags=re.DOTALL):
+                return "expected each to be NAME=VALUE, of letters, digits and `_` before the `=`"
+    return ""
+
+
+def _address_fault(value: str) -> str:
+    try:
+        if ip_address(value).is_unspecified:
+            return "expected an address of that host, found the one that means all of them"
+    except ValueError:
+        # What has only digits and dots would be an address, and is none.
+        if not re.fullmatch(_DNS_NAME, value) or not re.search(r"[A-Za-z]", value):
+            return "expected an IPv4 address, an IPv6 address or a name, without a port"
+    return ""
+
+
 _CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     _name,
     _schedules,
@@ -183,4 +250,5 @@ _CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     _shapes,
     _partition,
     _loss,
+    _hosts,
 )

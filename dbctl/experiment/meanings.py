@@ -23,7 +23,7 @@ MEANINGS = {
     "stop": "whichever comes first",
     "evaluate": "when the test split is measured",
     "checkpoint": "when a checkpoint is made, and how many stay",
-    "cluster": "where it runs: `launcher: local`, the only one today",
+    "cluster": "where it runs: `launcher: local`, this machine, or `launcher: ssh` with `hosts`",
     "threads": "BLAS threads of a worker, of each partition. OMP_NUM_THREADS wins if this is not "
     "given; every other process has one",
     "train": "a source",
@@ -112,7 +112,20 @@ MEANINGS = {
     "every": "of `evaluate` and `checkpoint`; a checkpoint is always made at the end. `evaluate: "
     "off` is short for `{every: off}`, which is the default there",
     "keep": "checkpoints that stay",
-    "launcher": "of `cluster`",
+    "launcher": "`local`: processes of this machine; `ssh`: of the hosts",
+    "hosts": "the machines, or the name of a file with `version: 1` and `hosts`",
+    "encryption": "of what processes of different hosts say to each other",
+    "HostSpec.name": "what tables and errors call it; each has another",
+    "ssh": "what the `ssh` of this machine takes: HOST, USER@HOST, ssh://USER@HOST:PORT, a name of "
+    "~/.ssh/config. Not given: `name`",
+    "address": "where the other hosts connect: IPv4, IPv6 or a name, without a port. Not given: "
+    "the host in `ssh`",
+    "python": "its Python, 3.11 or later, that can import dbctl: a name or a path there",
+    "workdir": "its directory for what a run writes there",
+    "env": "variables of every process there, each `NAME=VALUE`",
+    "HostSpec.slots": "how many processes it takes; not given: any number",
+    "HostSpec.threads": "BLAS threads of a worker there; not given: `threads` of the experiment",
+    "HostSpec.labels": "`shard`, `worker`, `evaluator`: what it may run; without any, all three",
 }
 
 

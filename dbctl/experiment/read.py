@@ -6,7 +6,7 @@ short forms) is walked here by the annotations of the specs, so that an error sp
 class that was meant; a single value is judged by pydantic, strictly, as JSON: in JSON `1` may stand
 for a float and neither `true` nor `"0.1"` for a number. pydantic and yaml are imported inside.
 
-    text -> tree (YAML 1.2, places) -> --set -> walk by the specs -> checks between keys
+    text -> tree (YAML 1.2, places) -> hosts file, --set -> walk by the specs -> checks between keys
 
 Short forms: `evaluate: off`, and every `every` as text (`30 s`, `1 epoch`, `off`).
 """
@@ -22,6 +22,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from dbctl.errors import ExperimentError, Problem
 from dbctl.experiment.checks import faults
+from dbctl.experiment.hosts import include_hosts
 from dbctl.experiment.overrides import apply_overrides
 from dbctl.experiment.shape import (
     Shape,
@@ -67,7 +68,10 @@ def parse(
     start = Place(file, 1, 1)
     tree = parse_tree(text, start, problems)
     if isinstance(tree, Mapping):
-        apply_overrides(tree, overrides, problems)
+        include_hosts(tree, directory, problems)
+        for override in overrides:
+            apply_overrides(tree, [override], problems)
+            include_hosts(tree, directory, problems)  # so that a later one may change one of them
         reader = _Reader(os.path.abspath(directory), problems)
         experiment = reader.read(tree, Experiment, ())
         for fault in faults(reader.values):
@@ -157,7 +161,7 @@ class _Reader:
         self.directory = directory
         self.problems = problems
         # Where the YAML was refused already; a value that stands there is not judged again.
-        self.told = {(one.line, one.column) for one in problems if one.line}
+        self.told = {(one.file, one.line, one.column) for one in problems if one.line}
         self.values: dict[Path, Any] = {}
         self.places: dict[Path, Place] = {}
 
@@ -198,7 +202,7 @@ class _Reader:
         return value
 
     def _wrong(self, tree: Tree, annotation: Any, path: Path) -> _Failed:
-        if tree.place[1:] in self.told:
+        if tree.place in self.told:
             return _FAILED
         wanted, got = expected(annotation), found(tree)
         self.refuse(tree.place, path, f"expected {wanted}, found {got}{hint(annotation, tree)}")

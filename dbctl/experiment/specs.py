@@ -37,6 +37,7 @@ Count = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
 Text = Annotated[str, MinLen(1)]
 FileName = Annotated[str, MinLen(1), RelativeToFile()]
+HostsFile = Annotated[str, MinLen(1), RelativeToFile("the name of a hosts file")]
 RunName = Annotated[str, MinLen(1), RelativeToFile("a run directory, or DIRECTORY@STEP")]
 
 
@@ -247,12 +248,60 @@ class CheckpointSpec:
     keep: Count = 3
 
 
+# --------------------------------------------------------------------------------------- cluster
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalCluster:
     launcher: Literal["local"] = "local"
 
 
-ClusterSpec = LocalCluster
+@dataclass(frozen=True, kw_only=True)
+class HostSpec:
+    """One machine that ssh reaches; what a text may look like is in checks.py."""
+
+    name: Text
+    ssh: Text | None = None  # None: the name
+    address: Text | None = None  # None: the host in `ssh`
+    python: Text = "python3"
+    workdir: Text = "~/.local/state/dbctl"
+    env: tuple[Text, ...] = ()
+    slots: Count | None = None
+    threads: Count | None = None
+    labels: tuple[Literal["shard", "worker", "evaluator"], ...] = ()
+
+    @property
+    def destination(self) -> str:
+        """What the user's ssh is given."""
+        return self.ssh or self.name
+
+    @property
+    def reached_at(self) -> str:
+        """What other hosts connect to."""
+        if self.address is not None:
+            return self.address
+        host = self.destination.removeprefix("ssh://").rpartition("@")[2].rstrip("/")
+        bracketed = re.fullmatch(r"\[(.*)\](?::[0-9]+)?", host)
+        if bracketed is not None:
+            return bracketed[1]
+        return host.partition(":")[0] if host.count(":") == 1 else host
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshCluster:
+    """`hosts` may name a file in the experiment; what that file holds has taken its place here."""
+
+    launcher: Literal["ssh"] = "ssh"
+    hosts: Annotated[tuple[HostSpec, ...], MinLen(1)] | HostsFile
+    encryption: Literal["on", "off"] = "on"
+
+    @property
+    def members(self) -> tuple[HostSpec, ...]:
+        assert isinstance(self.hosts, tuple), f"{self.hosts} was not read"
+        return self.hosts
+
+
+ClusterSpec = LocalCluster | SshCluster
 
 
 @dataclass(frozen=True, kw_only=True)

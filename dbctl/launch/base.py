@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -39,13 +40,22 @@ READY_BYTES_MAX = 1 << 16
 
 @dataclass(frozen=True)
 class AgentHandle:
-    """An agent that said READY: its name, its host for people, its endpoint for `Link.connect`."""
+    """An agent that said READY: its name, its host for people, its endpoint for `Link.connect`.
+
+    What its host knows it by: `inside` is the endpoint for its nodes, `runtime` their directory for
+    sockets, `python` the program that runs them ("": as here). `keeps_logs`: its nodes' logs are
+    written there, and come over the link.
+    """
 
     name: str
     host: str
     endpoint: str
     pid: int
     incarnation: int = 1
+    inside: str = ""
+    runtime: str = ""
+    python: str = ""
+    keeps_logs: bool = False
 
 
 class Launcher(Protocol):
@@ -60,6 +70,9 @@ class Launcher(Protocol):
 
     def failure(self) -> LaunchError | None:
         """What to raise once an agent has ended that nobody asked to; None as long as all live."""
+
+    def all_ended(self) -> bool:
+        """Whether no agent runs any more; nothing is waited for."""
 
     def stop(self, timeout_s: float) -> None:
         """Ends every agent within about `timeout_s`; called twice, or before `start`, too."""
@@ -86,14 +99,24 @@ def thread_variables(threads: int) -> tuple[tuple[str, str], ...]:
     return tuple((name, str(threads)) for name in names)
 
 
-def start_order(spec: NodeSpec, *, nice: int = 0, env: tuple[tuple[str, str], ...] = ()) -> Start:
-    """What the controller tells an agent of this host to start for `spec`; `env` wins."""
+def start_order(
+    spec: NodeSpec,
+    *,
+    nice: int = 0,
+    env: tuple[tuple[str, str], ...] = (),
+    python: str = "",
+) -> Start:
+    """What the controller tells an agent to start for `spec`; `env` wins.
+
+    `python`: the interpreter of the agent's host; "": this process's own.
+    """
     import msgspec
 
+    command = python_command("node", spec.node)
     return Start(
         node=spec.node,
         incarnation=spec.incarnation,
-        argv=python_command("node", spec.node),
+        argv=(python or command[0], *command[1:]),
         env=(*thread_variables(spec.threads), *env),
         spec=msgspec.json.encode(spec).decode(),
         nice=nice,
@@ -123,6 +146,33 @@ class NotReady(Exception):
     """No READY line: the message says what was seen instead."""
 
 
+class ReadyLine:
+    """Looks for the READY line in what an agent's standard output brings, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def feed(self, chunk: bytes) -> dict[str, object] | None:
+        """The line's fields once it is there; `chunk` is empty at the output's end.
+
+        NotReady: the end, too much else, another version, or a line that is none.
+        """
+        self.data += chunk
+        *lines, _ = self.data.split(b"\n")
+        for line in lines:
+            if line.startswith(b"READY "):
+                return _fields(line.removeprefix(b"READY "))
+        if not chunk:
+            raise NotReady(f"ended before it was ready{_words(self.data)}")
+        if len(self.data) > READY_BYTES_MAX:
+            what = f"said {len(self.data)} bytes, none of them READY"
+            raise NotReady(f"{what}{_words(self.data[:1000])}")
+        return None
+
+    def late(self) -> NotReady:
+        return NotReady(f"did not say READY in time{_words(self.data)}")
+
+
 def read_ready(process: subprocess.Popen[bytes], deadline: float) -> dict[str, object]:
     """The fields of the agent's READY line; lines before it are skipped, and shown in NotReady.
 
@@ -133,21 +183,14 @@ def read_ready(process: subprocess.Popen[bytes], deadline: float) -> dict[str, o
     fd = process.stdout.fileno()
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    data = b""
+    ready = ReadyLine()
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0.0 or not poll.poll(1000.0 * left_s):
-            raise NotReady(f"did not say READY in time{_words(data)}")
-        chunk = os.read(fd, 65536)
-        data += chunk
-        *lines, _ = data.split(b"\n")
-        for line in lines:
-            if line.startswith(b"READY "):
-                return _fields(line.removeprefix(b"READY "))
-        if not chunk:
-            raise NotReady(f"ended before it was ready{_words(data)}")
-        if len(data) > READY_BYTES_MAX:
-            raise NotReady(f"said {len(data)} bytes, none of them READY{_words(data[:1000])}")
+            raise ready.late()
+        fields = ready.feed(os.read(fd, 65536))
+        if fields is not None:
+            return fields
 
 
 def _fields(line: bytes) -> dict[str, object]:
@@ -170,3 +213,12 @@ def _fields(line: bytes) -> dict[str, object]:
 def _words(data: bytes) -> str:
     text = escape(data.decode("utf-8", "backslashreplace")).strip()
     return f"; it said: {text}" if text else ""
+
+
+def ending(status: int | None) -> str:
+    """How a process ended, for people; None: it has not."""
+    if status is None:
+        return "it was still there"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"

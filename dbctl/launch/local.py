@@ -17,6 +17,7 @@ from dbctl.errors import LaunchError
 from dbctl.launch.base import (
     AgentHandle,
     NotReady,
+    ending,
     python_command,
     python_environment,
     read_ready,
@@ -40,6 +41,7 @@ class LocalLauncher:
         name: str = "agent-0",
     ) -> None:
         self.name = name
+        self._runtime = runtime
         self.log_path = Path(logs) / f"{name}.log"
         self._log_start = 0
         self._command = python_command(
@@ -75,10 +77,15 @@ class LocalLauncher:
             fields = read_ready(process, self._deadline)
         except NotReady as error:
             self.stop(1.0)
-            raise self._error(f"{error} ({_ending(process.returncode)})") from error
+            raise self._error(f"{error} ({ending(process.returncode)})") from error
         assert process.stdout is not None
         process.stdout.close()
-        return [AgentHandle(self.name, HOST, str(fields["endpoint"]), process.pid)]
+        endpoint = str(fields["endpoint"])
+        return [
+            AgentHandle(
+                self.name, HOST, endpoint, process.pid, inside=endpoint, runtime=self._runtime
+            )
+        ]
 
     def start(self) -> list[AgentHandle]:
         self.start_async()
@@ -91,7 +98,10 @@ class LocalLauncher:
     def failure(self) -> LaunchError | None:
         """What to raise once the agent has ended and nobody had asked it to, else None."""
         status = self.poll()
-        return None if status is None else self._error(f"ended early ({_ending(status)})")
+        return None if status is None else self._error(f"ended early ({ending(status)})")
+
+    def all_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
 
     def stop(self, timeout_s: float) -> None:
         process = self._process
@@ -118,11 +128,3 @@ class LocalLauncher:
             log_path=str(self.log_path),
             log_tail=tail(self.log_path, self._log_start),
         )
-
-
-def _ending(status: int | None) -> str:
-    if status is None:
-        return "it was still there"
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit status {status}"

@@ -7,13 +7,16 @@ speeds of this machine are measured, about a second.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from dbctl.data.sources import open_source
+from dbctl.errors import PlanError
 from dbctl.experiment.read import load
 from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
 from dbctl.plan import Plan
+from dbctl.run.hosts import check_reach, commands
 from dbctl.run.initial_run import absent
 from dbctl.run.train import prepare
 
@@ -37,7 +40,7 @@ def dry_run(
     if missing := absent(experiment):
         warn(missing)
     if not counts:
-        yield from [json.dumps(plan_object(plan))] if as_json else plan.lines()
+        yield from [json.dumps(plan_object(plan))] if as_json else text(plan)
         return
     from dbctl.run.speeds import measure
 
@@ -50,9 +53,25 @@ def dry_run(
         forecast = as_object(found, batch_size=n, speeds=speeds)
         yield json.dumps({**plan_object(plan), "forecast": forecast | {"threads": threads}})
         return
-    yield from plan.lines()
+    yield from text(plan)
     yield ""
     yield from lines(found, batch_size=n)
+
+
+def text(plan: Plan) -> Iterator[str]:
+    """The plan, and for hosts that ssh reaches their addresses and the commands."""
+    yield from plan.lines()
+    for agent, host, words in commands(plan):
+        n = sum(node.host == host.name for node in plan.nodes)
+        slots = f" of {host.slots} slots" if host.slots is not None else ""
+        yield ""
+        yield f"{host.name}: {agent}, {n} processes{slots}, others connect to {host.reached_at}"
+        yield f"    {shlex.join(words)}"
+    try:
+        check_reach(plan)
+    except PlanError as error:
+        yield ""
+        yield f"note: {error}"
 
 
 def plan_object(plan: Plan) -> dict[str, object]:
@@ -68,4 +87,8 @@ def plan_object(plan: Plan) -> dict[str, object]:
         "rows": plan.rows,
         "partitions": plan.cut.count,
         "nodes": [asdict(node) for node in plan.nodes],
+        "hosts": [
+            {"name": host.name, "agent": agent, "address": host.reached_at, "command": words}
+            for agent, host, words in commands(plan)
+        ],
     }

@@ -25,12 +25,12 @@ from dbctl.errors import DbctlError, LaunchError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import Experiment, StopSpec
 from dbctl.launch.base import make_runtime
-from dbctl.launch.local import LocalLauncher
 from dbctl.plan import Plan, make_evaluation_plan
 from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.evaluations import Measured
 from dbctl.run.find import find
+from dbctl.run.hosts import check_reach, launcher_of
 from dbctl.run.nodes import Nodes
 from dbctl.run.predictions import PredictionsFile
 from dbctl.run.resume import check_network
@@ -193,6 +193,7 @@ class _Task:
         )
 
     def check_room(self) -> list[str]:
+        check_reach(self._plan)
         return check_room(self._plan, None, self._source)
 
     def _open(self) -> Source:
@@ -238,7 +239,14 @@ class _Task:
     ) -> Outcome:
         request, plan = self._request, self._plan
         run, runtime = new_run_id(), make_runtime()
-        launcher = LocalLauncher(runtime=runtime, run=run, logs=logs, lease_s=lease_s)
+        launcher = launcher_of(
+            plan,
+            run=run,
+            runtime=runtime,
+            logs=Path(logs),
+            lease_s=lease_s,
+            interrupted=lambda: signals.count > 0,
+        )
         session = Session(
             run=run,
             runtime=runtime,
@@ -255,8 +263,7 @@ class _Task:
             make_nodes,
             plan,
             run=run,
-            runtime=runtime,
-            run_dir=self._run_dir.path,
+            run_dir=self._run_dir.path.absolute(),
             origin=Origin(restore=str(self._checkpoint.path.absolute()), positions={}),
             split=request.split,
             lease_s=lease_s,

@@ -29,6 +29,7 @@ class Node:
     order: Start
     agent: str
     talks_to: Sequence[str]
+    host: str = "localhost"
     partners: Sequence[str] = ()  # the other partitions of its replica
     needed: bool = True  # the run begins when all that are needed are ready
     ordered_at: float | None = None
@@ -151,14 +152,14 @@ class Nodes:
         """LaunchError names the node that ended before it was ready, or that is late."""
         for name, node in self.nodes.items():
             if node.needed and node.exited is not None:
-                raise died(name, node.exited, host="localhost", log_path=log_path(name))
+                raise died(name, node.exited, host=node.host, log_path=log_path(name))
             if node.needed and not node.endpoint and node.ordered_at is not None:
                 waited = now - node.first_ordered_at
                 if waited > START_LIMIT_S and now - node.beat_at > self._lease_s:
                     what = f"was not ready after {waited:.0f} s"
                     path = log_path(name)
                     raise LaunchError(
-                        name, what, host="localhost", log_path=path, log_tail=tail(path)
+                        name, what, host=node.host, log_path=path, log_tail=tail(path)
                     )
 
     def unanswered(self, now: float) -> LaunchError | None:
@@ -168,7 +169,7 @@ class Nodes:
                 waited_s = now - node.killed_at
                 if waited_s > self._lease_s:
                     what = f"does not answer: it was told to end {name} {waited_s:.0f} s ago"
-                    return LaunchError(node.agent, what, host="localhost")
+                    return LaunchError(node.agent, what, host=node.host)
         return None
 
     def finish(self) -> Sends:

@@ -26,6 +26,7 @@ from dbctl.plan import Plan
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.run.find import find
+from dbctl.run.hosts import check_reach
 from dbctl.run.methods import METHOD, described, state_vectors
 from dbctl.run.room import check_room
 from dbctl.run.setting import (
@@ -115,6 +116,7 @@ def prepare(run_dir: RunDir, overrides: Sequence[str] = ()) -> Resumption:
     if experiment.data.train.standardize and not (run_dir.path / STATISTICS).exists():
         keep_statistics(experiment, train, run_dir)
     plan = plan_of(experiment, train, test)
+    check_reach(plan)
     warnings = [*warnings, *check_room(plan, train, test)]
     manifest = checkpoint.manifest
     positions, left_out = beginnings(manifest, plan)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dbctl.data.sources import Source
 from dbctl.errors import LaunchError
-from dbctl.plan import ITEM_BYTES, PROCESS_BYTES, Plan
+from dbctl.plan import ITEM_BYTES, LOCALHOST, PROCESS_BYTES, Plan
 from dbctl.process import raise_descriptor_limit
 
 MEMINFO = Path("/proc/meminfo")
@@ -39,6 +39,8 @@ def check_room(plan: Plan, train: Source | None, test: Source | None) -> list[st
 
     `train`: what the workers read, `test`: what the evaluators read; None where there is none.
     """
+    if plan.hosts != (LOCALHOST,):
+        return []  # what other hosts have is not known here
     _check_files(plan)
     return list(_check_memory(plan, train, test))
 

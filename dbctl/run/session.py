@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from dbctl.errors import DbctlError, LaunchError
 from dbctl.launch.base import AgentHandle, Launcher
+from dbctl.logs import LogFiles
 from dbctl.process import beat_s
 from dbctl.roles.base import Done, Effects, Record, Save, Send
 from dbctl.roles.leader import Leader
@@ -27,13 +29,15 @@ from dbctl.run.pulse import Pulse
 from dbctl.run.saver import Saved, Saver
 from dbctl.run.signals import Signals
 from dbctl.transport.link import Link
-from dbctl.wire import Beat, Exited, Finish, Message, Peer, Ready, Started
+from dbctl.wire import Beat, Exited, Finish, Lease, Message, Peer, Ready, Started
+from dbctl.wire_logs import LogText
 
 CONTROLLER = "controller"
 TICK_S = 0.25
 FINAL_LIMIT_S = 28.0  # from the first signal to the end of the final checkpoint (G11: 30 s)
 HELD_UP_S = 1.0  # a round of the loop that took longer
 GOODBYE_S = 3.0  # how long nodes may take to end by themselves
+LAST_LOGS_S = 2.0  # how long agents of other hosts may take for the rest of their logs
 SHORT_GOODBYE_S = 0.5  # after a second signal (G11: 2 s)
 
 _now = time.monotonic
@@ -90,6 +94,7 @@ class Session:
         self._link: Link | None = None
         self._nodes = Nodes({}, lease_s=lease_s)
         self._agents: list[AgentHandle] = []
+        self._logs = LogFiles({})
         self._saver: Saver | None = None
         self._outcome: Outcome | None = None
         self._hard_at: float | None = None
@@ -101,28 +106,29 @@ class Session:
 
     def run(
         self,
-        make_nodes: Callable[[AgentHandle], Mapping[str, Node]],
+        make_nodes: Callable[[Sequence[AgentHandle]], Mapping[str, Node]],
         make_saver: Callable[[Callable[[], None]], Saver] | None = None,
     ) -> Outcome:
         """From the agents' READY to the end; LaunchError where the nodes do not come up."""
         try:
             self._agents = self._launcher.start()
-            agent = self._agents[0]
             self._link = Link(
                 run=self._run_id,
                 node=CONTROLLER,
                 incarnation=1,
                 listen=None,
-                keeper=agent.name,
-                keeper_endpoint=agent.endpoint,
                 lease_s=self._lease_s,
                 beat_s=beat_s(self._lease_s),
             )
             self._link.answer_beats = True
             self._link.start()
+            for agent in self._agents:
+                self._link.connect(agent.name, agent.incarnation, agent.endpoint)
+                self._link.send(agent.name, Lease(0))  # it knows the way to here from now on
             self._pulse.start()
             self._signals.wake = self._link.wake
-            self._nodes = Nodes(make_nodes(agent), lease_s=self._lease_s)
+            self._nodes = Nodes(make_nodes(self._agents), lease_s=self._lease_s)
+            self._logs = LogFiles(self._log_copies())
             if not self._join():
                 return self._outcome or Outcome(status=self._signals.status)
             if make_saver is not None:
@@ -134,6 +140,12 @@ class Session:
             raise
         finally:
             self._close()
+
+    def _log_copies(self) -> dict[str, Path]:
+        """Where the logs go that agents of other hosts send: only those of this run's nodes."""
+        keepers = {agent.name for agent in self._agents if agent.keeps_logs}
+        nodes = self._nodes.nodes.items()
+        return {name: Path(self._log_path(name)) for name, n in nodes if n.agent in keepers}
 
     @property
     def nodes(self) -> Nodes:
@@ -221,6 +233,9 @@ class Session:
                 return
             case Started():
                 return
+            case LogText():
+                self._file(peer, message)
+                return
             case Exited(node):
                 known = self._nodes.nodes.get(node)
                 if known is None or not known.alive:
@@ -234,13 +249,19 @@ class Session:
         if isinstance(message, Exited) and self._outcome is not None:
             self._blame(message)
 
+    def _file(self, agent: Peer, piece: LogText) -> None:
+        node = self._nodes.nodes.get(piece.node)
+        answer = self._logs.take(piece) if node and node.agent == agent.node else None
+        if answer is not None:
+            assert self._link is not None
+            self._link.send(agent.node, answer)
+
     def _blame(self, exited: Exited) -> None:
         """The run ends because of this death: its outcome says so with the log's tail."""
         assert self._outcome is not None
         if self._outcome.status != "done" and self._outcome.reason:
-            error = died(
-                exited.node, exited, host="localhost", log_path=self._log_path(exited.node)
-            )
+            host = self._nodes.nodes[exited.node].host
+            error = died(exited.node, exited, host=host, log_path=self._log_path(exited.node))
             self._outcome = replace(self._outcome, error=error)
 
     def _take_saved(self, now: float) -> None:
@@ -320,11 +341,20 @@ class Session:
         deadline = _now() + (GOODBYE_S if orderly else SHORT_GOODBYE_S)
         self._send_all(self._nodes.finish() if orderly else self._nodes.kill())
         while not self._nodes.all_ended() and _now() < deadline:
-            for _, message in link.receive(0.1):
+            for peer, message in link.receive(0.1):
                 if isinstance(message, Exited):
                     self._nodes.receive(_now(), message.node, message)
+                elif isinstance(message, LogText):
+                    self._file(peer, message)
             if self._signals.count > max(1, self._n_signals):
                 self._hurry = True
                 break
         for agent in self._agents:
             link.send(agent.name, Finish())
+        # What other hosts still have of their logs comes before their agents end.
+        deadline = _now() + (SHORT_GOODBYE_S if self._hurry else LAST_LOGS_S)
+        remote = any(agent.keeps_logs for agent in self._agents)
+        while remote and not self._launcher.all_ended() and _now() < deadline:
+            for peer, message in link.receive(0.05):
+                if isinstance(message, LogText):
+                    self._file(peer, message)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from dbctl.data.prepare import statistics
 from dbctl.data.sources import Source, check, open_source
 from dbctl.experiment.resolve import to_json
-from dbctl.experiment.specs import Experiment
+from dbctl.experiment.specs import Experiment, SshCluster
 from dbctl.launch.base import AgentHandle, start_order
 from dbctl.plan import NodePlan, NodeSpec, Plan, make_plan
 from dbctl.run.nodes import Node
@@ -72,6 +72,8 @@ def resolve_threads(experiment: Experiment) -> Experiment:
     given = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0))
     threads = int(given) if given.isdigit() and int(given) > 0 else None
+    if isinstance(experiment.cluster, SshCluster):  # what a host has is not known yet
+        return replace(experiment, threads=threads or 1)
     grid = experiment.partition.grid
     partitions = grid[0] * grid[1] if grid is not None else experiment.partition.count
     processes = experiment.replicas * partitions
@@ -123,28 +125,32 @@ def evaluator_groups(plan: Plan) -> list[list[str]]:
 
 def make_nodes(
     plan: Plan,
-    agent: AgentHandle,
+    agents: Sequence[AgentHandle],
     *,
     run: str,
-    runtime: str,
     run_dir: Path,
     origin: Origin,
     split: str = "test",
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
 ) -> dict[str, Node]:
-    """An order for each node of the plan. `factories`: role -> module:function, for tests."""
+    """An order for each node of the plan, to the agent of its host.
+
+    `factories`: role -> module:function, for tests.
+    """
+    by_host = {agent.host: agent for agent in agents}
     experiment = to_json(plan.experiment)
     statistics_path = run_dir / STATISTICS
     nodes = {}
     for node in plan.nodes:
+        agent = by_host[node.host]
         spec = NodeSpec(
             run=run,
             node=node.node,
             role=node.role,
             incarnation=1,
-            runtime=runtime,
-            agent=agent.endpoint,
+            runtime=agent.runtime,
+            agent=agent.inside,
             lease_s=lease_s,
             threads=node.threads,
             experiment=experiment,
@@ -162,8 +168,9 @@ def make_nodes(
         )
         nice = EVALUATOR_NICE if node.role == "evaluator" else 0
         nodes[node.node] = Node(
-            order=start_order(spec, nice=nice),
+            order=start_order(spec, nice=nice, python=agent.python),
             agent=agent.name,
+            host=node.host,
             talks_to=_talks_to(plan, node),
             partners=[name for _, name in _partners(plan, node)],
             needed=node.role != "evaluator" or not plan.of_role("worker"),

@@ -26,12 +26,12 @@ from dbctl.experiment.resolve import to_yaml
 from dbctl.experiment.specs import Experiment
 from dbctl.experiment.tree import problem
 from dbctl.launch.base import make_runtime
-from dbctl.launch.local import LocalLauncher
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.roles.base import Save
 from dbctl.roles.cuts import CompleteCut
+from dbctl.run.hosts import check_reach, launcher_of
 from dbctl.run.initial_run import settle
 from dbctl.run.methods import extra_of, leader_of, state_vectors
 from dbctl.run.records import RunRecords
@@ -85,6 +85,7 @@ def train(
         train_data, test_data = open_data(experiment)
         experiment, initial = _settled(experiment, path, overrides, warn=display.warn)
         plan = plan_of(experiment, train_data, test_data)
+        check_reach(plan)
         for warning in check_room(plan, train_data, test_data):
             display.warn(warning)
         directory = create(Path(run_dir) if run_dir else None, experiment.name)
@@ -154,8 +155,13 @@ class Life:
             session = Session(
                 run=self.run_id,
                 runtime=runtime,
-                launcher=LocalLauncher(
-                    runtime=runtime, run=self.run_id, logs=self.run_dir.logs, lease_s=lease_s
+                launcher=launcher_of(
+                    self.plan,
+                    run=self.run_id,
+                    runtime=runtime,
+                    logs=self.run_dir.logs,
+                    lease_s=lease_s,
+                    interrupted=lambda: signals.count > 0,
                 ),
                 coordinator=self.coordinator,
                 records=records,
@@ -175,8 +181,7 @@ class Life:
                 make_nodes,
                 self.plan,
                 run=self.run_id,
-                runtime=runtime,
-                run_dir=self.run_dir.path,
+                run_dir=self.run_dir.path.absolute(),
                 origin=self.origin,
                 lease_s=lease_s,
                 factories=factories,

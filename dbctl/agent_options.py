@@ -1,0 +1,50 @@
+"""What an agent is told at its start: on its command line here, on standard input on another host.
+
+Rules of this file: values of the user go over standard input, never into a command that a shell of
+another host takes apart; whatever is wrong is an error before the agent listens anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from dbctl.process import one_line, read_line
+
+OPTIONS_BYTES_MAX = 1 << 16
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dbctl agent", allow_abbrev=False)
+    parser.add_argument("--runtime", required=True, help="private directory for sockets")
+    parser.add_argument("--run", required=True, help="the run's identifier")
+    parser.add_argument("--name", required=True, help="this agent's name: agent-0")
+    parser.add_argument("--logs", required=True, help="directory for logs/NODE.log")
+    parser.add_argument("--lease", type=float, default=10.0, metavar="SECONDS")
+    return parser.parse_args(argv)
+
+
+def told() -> argparse.Namespace:
+    """The options as one line of JSON on standard input, and the directories that they name.
+
+    Who makes the private directory here is the agent: nobody else's is ever taken. ValueError,
+    OSError: no such line, or a directory that cannot be made.
+    """
+    line = read_line(0, OPTIONS_BYTES_MAX)
+    if line is None:
+        raise ValueError(f"no options of at most {OPTIONS_BYTES_MAX} bytes on standard input")
+    values = json.loads(line)
+    try:
+        os.environ.update(values["env"])
+        logs = Path(values["workdir"]).expanduser() / values["run"]
+        options = argparse.Namespace(
+            runtime=values["runtime"], run=values["run"], name=values["name"],
+            logs=str(logs), lease=values["lease"],
+        )  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"options of another form: {one_line(error)}") from error
+    logs.mkdir(parents=True, exist_ok=True)
+    os.mkdir(options.runtime, 0o700)
+    return options

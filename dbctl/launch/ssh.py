@@ -1,0 +1,365 @@
+"""The launcher of hosts that ssh reaches: one agent on each, its socket forwarded to here.
+
+Rules of this file: what is said to ssh and to the host is pure text (`ssh_command`, `orders`; a
+golden file holds it). The system's ssh with the user's own settings; host keys are never accepted
+unseen. Nothing of the user's goes through a shell here; there, one command of quoted words, and all
+values as JSON on standard input. Every wait has an end.
+
+Theory of operation. All are started at once and waited for in one loop. The agent makes the private
+directory that the forwarded socket leads to, listens, and says READY; only then is the socket here
+connected, by the controller's link. Its standard error comes through ssh into logs/AGENT.log, with
+what ssh itself says. Exit status 255 may be ssh's or the command's: the report has both their
+words. A server that takes no more beginners (MaxStartups) closes the connection before the first
+word; that is tried again with growing pauses. A refused port is not: nobody is there.
+
+The agent ends with its standard input: when `stop` closes it, when this process ends, when ssh or
+the way there is lost. No node is started before all agents are ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import select
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import dbctl
+from dbctl.errors import LaunchError
+from dbctl.experiment.specs import HostSpec
+from dbctl.launch.base import AgentHandle, NotReady, ReadyLine, ending
+from dbctl.process import one_line, signals_held, tail
+
+READY_LIMIT_S = 30.0
+LOOK_S = 0.25
+RETRY_FIRST_S = 0.25
+RETRY_MOST_S = 4.0
+SSH_FAILED = 255
+NO_PROGRAM = (126, 127)
+OPTIONS = (
+    "BatchMode=yes",
+    "ControlMaster=no",
+    "ControlPath=none",
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=3",
+    "ExitOnForwardFailure=yes",
+)
+# What ssh expands in a path, or takes for the end of one, does not stand in ours.
+PLAIN_PATH = re.compile(r"/[A-Za-z0-9/_.,+=@-]*")
+# What ssh says where the server closed the connection before it named itself.
+_CLOSED_EARLY = re.compile(r"kex_exchange_identification|Exceeded MaxStartups")
+_NOT_FORWARDED = re.compile(r"channel [0-9]+: open failed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errand:
+    """One agent to be brought up: `runtime` is its directory there, `forwarded` its socket here."""
+
+    agent: str
+    host: HostSpec
+    runtime: str
+    forwarded: str
+
+    @property
+    def socket(self) -> str:
+        return f"{self.runtime}/{self.agent}.sock"
+
+
+def errand(agent: str, host: HostSpec, *, runtime: str, token: str) -> Errand:
+    """`runtime` is the controller's own directory; `token` names the one there, unknown before."""
+    return Errand(
+        agent=agent,
+        host=host,
+        runtime=f"/tmp/dbctl-{token}-{agent.rpartition('-')[2]}",
+        forwarded=f"{runtime}/{agent}.sock",
+    )
+
+
+def ssh_command(one: Errand) -> list[str]:
+    """The words of the ssh that brings up the agent."""
+    return [
+        "ssh",
+        "-T",
+        *(word for option in OPTIONS for word in ("-o", option)),
+        "-L",
+        f"{one.forwarded}:{one.socket}",
+        "--",
+        one.host.destination,
+        shlex.join([_python(one.host), "-P", "-m", "dbctl", "agent", "--stdin"]),
+    ]
+
+
+def _python(host: HostSpec) -> str:
+    """No shell expands ~ in a quoted word; commands begin in the home directory anyway."""
+    return f"./{host.python[2:]}" if host.python.startswith("~/") else host.python
+
+
+def orders(one: Errand, *, run: str, lease_s: float) -> str:
+    """What the agent reads on standard input, one line of JSON."""
+    values = {
+        "runtime": one.runtime,
+        "run": run,
+        "name": one.agent,
+        "workdir": one.host.workdir,
+        "lease": lease_s,
+        "env": dict(variable.split("=", 1) for variable in one.host.env),
+    }
+    return json.dumps(values) + "\n"
+
+
+def cure(host: HostSpec) -> str:
+    """The command that brings this version of dbctl to the host, as one types it."""
+    install = shlex.join([_python(host), "-m", "pip", "install", f"dbctl=={dbctl.__version__}"])
+    return shlex.join(["ssh", "--", host.destination, install])
+
+
+def diagnose(host: HostSpec, status: int | None, said: str) -> str:
+    """What is wrong and what to do, from the exit status and the words; "" where only they tell."""
+    python = host.python
+    if "No module named dbctl" in said:
+        return f"dbctl is not there for {python}: run `{cure(host)}`"
+    if "install the same version" in said:
+        return f"run `{cure(host)}`"
+    if "nknown option: -P" in said or "nknown option -P" in said:
+        return f"{python} there is older than 3.11: give the host another `python`"
+    if status in NO_PROGRAM:
+        return f"there is no {python}: install Python 3.11 or later, or give the host its `python`"
+    if "HOST IDENTIFICATION HAS CHANGED" in said or "Host key verification failed" in said:
+        return "its host key is not the known one: find out why, then mend known_hosts"
+    if _NOT_FORWARDED.search(said):
+        return "its sshd forwards no sockets: set AllowStreamLocalForwarding to yes there"
+    if "Permission denied" in said:
+        return f"`ssh {shlex.quote(host.destination)}` must work without a question: give it a key"
+    return ""
+
+
+class _Attempt:
+    """One agent on its way up; `fields` once it is ready, `error` once it never will be."""
+
+    def __init__(self, one: Errand, log_path: Path) -> None:
+        self.one = one
+        self.log_path = log_path
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready = ReadyLine()
+        self.log_start = 0
+        self.n_tries = 0
+        self.begin_at = 0.0
+        self.fields: dict[str, object] | None = None
+        self.error: LaunchError | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self.fields is None and self.error is None
+
+    def start(self, text: str) -> None:
+        self.n_tries += 1
+        self.ready = ReadyLine()
+        Path(self.one.forwarded).unlink(missing_ok=True)  # ssh leaves it, and does not take it over
+        try:
+            with open(self.log_path, "ab") as log, signals_held():
+                self.log_start = log.tell()
+                self.process = subprocess.Popen(
+                    ssh_command(self.one),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                    bufsize=0,
+                )
+        except OSError as error:
+            self.error = self.failed(f"ssh could not be started: {one_line(error)}")
+            return
+        assert self.process.stdin is not None
+        # Far less than a pipe holds; where nobody reads, the end of the process says why.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(text.encode())
+
+    def fd(self) -> int:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def read(self, now: float, deadline: float) -> None:
+        """Takes what its output has; on an early close a later try is set."""
+        try:
+            self.fields = self.ready.feed(os.read(self.fd(), 65536))
+        except NotReady as error:
+            assert self.process is not None
+            self._let_go()
+            try:
+                status: int | None = self.process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                status = None
+            if status == SSH_FAILED and not self.ready.data and self._closed_early():
+                pause_s = min(RETRY_MOST_S, RETRY_FIRST_S * 2.0 ** (self.n_tries - 1))
+                self.begin_at = now + pause_s * random.uniform(0.5, 1.5)
+                if self.begin_at < deadline:
+                    self.end(0.0)
+                    return
+            self.error = self.failed(str(error), status)
+
+    def _closed_early(self) -> bool:
+        said = tail(self.log_path, self.log_start)
+        return bool(_CLOSED_EARLY.search(said)) and "Connection refused" not in said
+
+    def failed(self, what: str, status: int | None = None) -> LaunchError:
+        said = tail(self.log_path, self.log_start)
+        parts = [what]
+        if status is not None:
+            whose = "ssh " if status == SSH_FAILED else ""
+            parts[0] += f" ({whose}{ending(status)})"
+        if advice := diagnose(self.one.host, status, f"{what}\n{said}"):
+            parts.append(advice)
+        return LaunchError(
+            self.one.agent,
+            "; ".join(parts),
+            host=self.one.host.name,
+            log_path=str(self.log_path),
+            log_tail=said,
+        )
+
+    def _let_go(self) -> None:
+        """Its standard input ends, and with it the agent."""
+        if self.process is not None:
+            for pipe in (self.process.stdin, self.process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def end(self, timeout_s: float) -> None:
+        """Waits for ssh, which waits for the agent; else kills ssh: the agent's input has ended."""
+        self._let_go()
+        if self.process is not None:
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process = None
+        Path(self.one.forwarded).unlink(missing_ok=True)
+
+
+class SshLauncher:
+    """One agent on each host of `hosts`, given as (agent's name, host).
+
+    `runtime`: the controller's private directory, where the forwarded sockets appear; `logs`: for
+    AGENT.log; `token`: 16 random characters for the directories there. `interrupted`, asked while
+    the agents come up, gives up when it says so.
+    """
+
+    def __init__(
+        self,
+        *,
+        hosts: Sequence[tuple[str, HostSpec]],
+        runtime: str,
+        run: str,
+        logs: str | Path,
+        token: str,
+        lease_s: float = 10.0,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._run = run
+        self._lease_s = lease_s
+        self._interrupted = interrupted
+        self._runtime = runtime
+        self._attempts = [
+            _Attempt(errand(name, host, runtime=runtime, token=token), Path(logs) / f"{name}.log")
+            for name, host in hosts
+        ]
+        self._deadline = 0.0
+
+    def start_async(self) -> None:
+        if not PLAIN_PATH.fullmatch(self._runtime):
+            what = f"cannot have its socket forwarded to {self._runtime}: ssh takes some of its"
+            raise LaunchError("ssh", f"{what} characters for others; set XDG_RUNTIME_DIR or TMPDIR")
+        self._deadline = time.monotonic() + READY_LIMIT_S
+        for attempt in self._attempts:
+            self._begin(attempt)
+
+    def _begin(self, attempt: _Attempt) -> None:
+        attempt.start(orders(attempt.one, run=self._run, lease_s=self._lease_s))
+
+    def wait_ready(self) -> list[AgentHandle]:
+        while any(attempt.waits for attempt in self._attempts) and not self._interrupted():
+            now = time.monotonic()
+            if now >= self._deadline:
+                break
+            self._turn(now)
+        for attempt in self._attempts:
+            if attempt.waits:
+                attempt.error = attempt.failed(str(attempt.ready.late()))
+        errors = [attempt.error for attempt in self._attempts if attempt.error is not None]
+        if errors:
+            self.stop(1.0)
+            raise self._all_of(errors)
+        return [self._handle(attempt) for attempt in self._attempts]
+
+    def _turn(self, now: float) -> None:
+        """Begins what is due again, and reads what has come, for at most LOOK_S."""
+        poll = select.poll()
+        reading = {}
+        for attempt in self._attempts:
+            if not attempt.waits:
+                continue
+            if attempt.process is None and now >= attempt.begin_at:
+                self._begin(attempt)
+            if attempt.process is not None:
+                poll.register(attempt.fd(), select.POLLIN)
+                reading[attempt.fd()] = attempt
+        for fd, _ in poll.poll(1000.0 * LOOK_S):
+            reading[fd].read(now, self._deadline)
+
+    def _all_of(self, errors: list[LaunchError]) -> LaunchError:
+        if len(errors) == 1:
+            return errors[0]
+        text = "\n".join(str(error) for error in errors)
+        return LaunchError(
+            f"{len(errors)} of {len(self._attempts)} agents", f"did not start\n{text}"
+        )
+
+    def _handle(self, attempt: _Attempt) -> AgentHandle:
+        fields, one = attempt.fields, attempt.one
+        assert fields is not None
+        assert attempt.process is not None
+        assert attempt.process.stdout is not None
+        attempt.process.stdout.close()
+        return AgentHandle(
+            one.agent,
+            one.host.name,
+            f"ipc://{one.forwarded}",
+            attempt.process.pid,
+            inside=f"ipc://{one.socket}",
+            runtime=one.runtime,
+            python=str(fields.get("python", "")),
+            keeps_logs=True,
+        )
+
+    def start(self) -> list[AgentHandle]:
+        self.start_async()
+        return self.wait_ready()
+
+    def failure(self) -> LaunchError | None:
+        for attempt in self._attempts:
+            status = None if attempt.process is None else attempt.process.poll()
+            if status is not None:
+                return attempt.failed("ended early", status)
+        return None
+
+    def all_ended(self) -> bool:
+        processes = [attempt.process for attempt in self._attempts]
+        return all(process is None or process.poll() is not None for process in processes)
+
+    def stop(self, timeout_s: float) -> None:
+        """First all are let go, then each is waited for."""
+        for attempt in self._attempts:
+            attempt._let_go()
+        deadline = time.monotonic() + timeout_s
+        for attempt in self._attempts:
+            attempt.end(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,303 @@
+"""Runs on a host that ssh reaches: a real sshd on loopback, the system's ssh, the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dbctl.checkpoint.reader import newest_good
+from dbctl.errors import LaunchError
+from dbctl.experiment.specs import HostSpec
+from dbctl.launch.base import make_runtime
+from dbctl.launch.ssh import SshLauncher
+from dbctl.region import Range
+from tests.cluster.runs import TrainRun, wait_for
+from tests.cluster.sshd import ROOT, Sshd
+
+pytestmark = pytest.mark.cluster
+
+EXPERIMENT: dict[str, Any] = {
+    "version": 1,
+    "name": "over-ssh",
+    "seed": 5,
+    "data": {
+        "train": {"source": "digits", "split": "train", "scale": 0.0625},
+        "test": {"source": "digits", "split": "test", "scale": 0.0625},
+    },
+    "network": {
+        "input": [8, 8, 1],
+        "layers": [
+            {"type": "dense", "units": 24, "activation": "tanh"},
+            {"type": "dense", "units": 10},
+        ],
+        "loss": "softmax",
+    },
+    "shards": 2,
+    "optimizer": {
+        "type": "downpour",
+        "batch_size": 32,
+        "overlap": False,
+        "rule": {"type": "adagrad", "rate": 0.05},
+    },
+    "stop": {"steps": 60},
+    "evaluate": "off",
+    "threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with Sshd(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def with_wrapper(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", sshd.path)
+
+
+def host(sshd: Sshd, tmp_path: Path, ssh: str = "plain", **more: Any) -> dict[str, Any]:
+    there = {"python": str(sshd.python), "workdir": str(tmp_path / "there")}
+    return {"name": "here", "ssh": ssh, **there, **more}
+
+
+def on(host: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return EXPERIMENT | {"cluster": {"launcher": "ssh", "hosts": [host]}} | changes
+
+
+def dbctl(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "dbctl", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def bits(run_dir: Path) -> tuple[int, bytes]:
+    checkpoint, warnings = newest_good(run_dir / "checkpoints")
+    assert not warnings
+    step = checkpoint.manifest.step
+    return step, checkpoint.read("parameters", Range(0, checkpoint.n_elements)).tobytes()
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    """What a run may have left on its host."""
+    found = [str(path) for path in Path("/tmp").glob("dbctl-????????????????-*")]
+    return found + [str(path) for path in (tmp_path / "there").glob("*")]
+
+
+# --------------------------------------------------------------------------------------- whole runs
+
+
+def test_train_resume_and_eval_reach_the_same_bits_as_local_ones(
+    sshd: Sshd, tmp_path: Path
+) -> None:
+    """Rung 8 of the ladder: in-process = local processes = ssh."""
+    results = {}
+    for name, experiment in (("local", EXPERIMENT), ("ssh", on(host(sshd, tmp_path)))):
+        with TrainRun(tmp_path, experiment, name=name) as run:
+            assert run.finish() == 0, run.story()
+        first = bits(run.dir)
+        dbctl("resume", str(run.dir), "--set", "stop.steps=100")
+        second = bits(run.dir)
+        measured = json.loads(dbctl("eval", str(run.dir), "--json"))
+        results[name] = (first, second, measured["loss"], measured["accuracy"])
+        logs = run.dir / "logs"
+        assert (logs / "worker-0.0.log").read_text().count("finished") == 2, "of both lives"
+        assert (logs / "shard-1.log").read_text().count("incarnation 1 of run") == 2
+    assert [first[0] for first, *_ in results.values()] == [60, 60]
+    assert results["ssh"] == results["local"]
+    assert leftovers(tmp_path) == []
+
+
+def test_nothing_is_left_when_the_controller_is_killed(sshd: Sshd, tmp_path: Path) -> None:
+    """G11: ssh goes with the controller's pipe, the agent with its standard input."""
+    with TrainRun(tmp_path, on(host(sshd, tmp_path), stop={"seconds": 60})) as run:
+        run.until_train()
+        nodes = agents_nodes(run)
+        assert len(nodes) == 4
+        os.kill(run.pid, 9)
+        wait_for(lambda: not any(alive(pid) for pid in nodes), "all nodes to end", 12.0)
+        wait_for(lambda: not list(Path("/tmp").glob("dbctl-????????????????-*")), "its directory")
+        shutil.rmtree(run.runtime or "", ignore_errors=True)  # the killed one's own
+
+
+def test_a_lost_connection_ends_the_run_and_says_so(sshd: Sshd, tmp_path: Path) -> None:
+    with TrainRun(tmp_path, on(host(sshd, tmp_path), stop={"seconds": 60})) as run:
+        run.until_train()
+        nodes = agents_nodes(run)
+        [ssh] = [pid for name, pid in run.processes().items() if is_ssh(pid)]
+        os.kill(ssh, 9)
+        assert run.finish() == 1
+        assert "agent-0 on here ended early (killed by SIGKILL)" in run.err
+        wait_for(lambda: not any(alive(pid) for pid in nodes), "all nodes to end", 12.0)
+
+
+def test_ctrl_c_leaves_a_checkpoint(sshd: Sshd, tmp_path: Path) -> None:
+    with TrainRun(tmp_path, on(host(sshd, tmp_path), stop={"seconds": 60})) as run:
+        run.until_train()
+        run.signal(2, to_all=True)
+        assert run.finish(20.0) == 130
+        assert run.step_to_resume() > 0
+    assert leftovers(tmp_path) == []
+
+
+def agents_nodes(run: TrainRun) -> list[int]:
+    """The processes that the run started over ssh: sshd gives them none of our environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            words = command_line(int(entry.name))
+            if words[3:5] in (["dbctl", "node"], ["dbctl", "agent"]) and "--stdin" not in words[6:]:
+                found.append(int(entry.name))
+    return [pid for pid in found if str(ROOT) in environment(pid)]
+
+
+def command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []
+
+
+def environment(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode()
+    except OSError:
+        return ""
+    return text if "SSH_CONNECTION=" in text else ""
+
+
+def alive(pid: int) -> bool:
+    return bool(command_line(pid))
+
+
+def is_ssh(pid: int) -> bool:
+    return command_line(pid)[:1] == [shutil.which("ssh", path="/usr/bin:/bin")]
+
+
+# --------------------------------------------------------------------------------------- bad hosts
+
+
+def fail(tmp_path: Path, *hosts: dict[str, Any], limit_s: float = 10.0) -> LaunchError:
+    """What the launcher says of hosts that do not come up, in bounded time."""
+    runtime = make_runtime()
+    launcher = SshLauncher(
+        hosts=[(f"agent-{i}", HostSpec(**one)) for i, one in enumerate(hosts)],
+        runtime=runtime,
+        run="r",
+        logs=tmp_path,
+        token="0123456789abcdef",
+    )
+    begin = time.monotonic()
+    try:
+        with pytest.raises(LaunchError) as caught:
+            launcher.start()
+    finally:
+        launcher.stop(2.0)
+        os.rmdir(runtime)  # nothing is left in it
+    assert time.monotonic() - begin < limit_s
+    wait_for(lambda: not list(Path("/tmp").glob("dbctl-0123456789abcdef-*")), "no directory")
+    assert caught.value.exit_code == 3
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ssh": "refused"}, ["ssh exit status 255", "Connection refused"]),
+        ({"ssh": "nobody@plain"}, ["Permission denied", "must work without a question"]),
+        ({"ssh": "password"}, ["Permission denied", "must work without a question"]),
+        ({"ssh": "changed"}, ["its host key is not the known one", "mend known_hosts"]),
+        ({"ssh": "unknown"}, ["Host key verification failed"]),
+        ({"ssh": "failing"}, ["exit status 1", "conda: command not found"]),
+        ({"python": "/no/such/python3"}, ["there is no /no/such/python3", "/no/such/python3"]),
+        ({"workdir": "/proc/none"}, ["cannot begin: FileNotFoundError"]),
+    ],
+)
+def test_a_bad_host_is_told(
+    sshd: Sshd, tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    error = fail(tmp_path, host(sshd, tmp_path) | changes)
+    assert error.host == "here"
+    for word in words:
+        assert word in str(error), error
+    assert "\033" not in str(error)
+
+
+def test_a_host_without_dbctl_is_told_with_the_command(sshd: Sshd, tmp_path: Path) -> None:
+    bare = sshd.wrap("bare", "-S", environment={})
+    error = fail(tmp_path, host(sshd, tmp_path, python=bare))
+    assert f"dbctl is not there for {bare}: run `ssh -- plain '{bare} -m pip install" in str(error)
+
+
+def test_a_host_with_another_version_is_told_with_the_command(sshd: Sshd, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "dbctl", tmp_path / "old" / "dbctl")
+    (tmp_path / "old" / "dbctl" / "__init__.py").write_text('__version__ = "0.0.1"\n')
+    old = sshd.wrap("old-python", environment={"PYTHONPATH": str(tmp_path / "old")})
+    error = fail(tmp_path, host(sshd, tmp_path, python=old))
+    assert "is dbctl 0.0.1 with protocol" in str(error)
+    assert f"run `ssh -- plain '{old} -m pip install" in str(error)
+
+
+def test_a_noisy_login_file_changes_nothing(sshd: Sshd, tmp_path: Path) -> None:
+    experiment = on(host(sshd, tmp_path, ssh="noisy"), stop={"steps": 5})
+    with TrainRun(tmp_path, experiment) as run:
+        assert run.finish() == 0, run.story()
+        assert "mail: none" in run.log("agent-0")
+
+
+def test_all_bad_hosts_are_told_at_once_and_nothing_stays_on_the_good_one(
+    sshd: Sshd, tmp_path: Path
+) -> None:
+    good = host(sshd, tmp_path)
+    error = fail(tmp_path, good, good | {"ssh": "refused"}, good | {"python": "/none"})
+    assert "2 of 3 agents did not start" in str(error)
+    assert "agent-1 on here" in str(error)
+    assert "agent-2 on here" in str(error)
+    assert "ends: standard input ended" in (tmp_path / "agent-0.log").read_text()
+
+
+def test_more_hosts_than_the_server_takes_beginners_come_up(sshd: Sshd, tmp_path: Path) -> None:
+    """MaxStartups 2:100:4: of many at once most are closed before a word."""
+    runtime = make_runtime()
+    launcher = SshLauncher(
+        hosts=[(f"agent-{i}", HostSpec(**host(sshd, tmp_path))) for i in range(8)],
+        runtime=runtime,
+        run="r",
+        logs=tmp_path,
+        token="fedcba9876543210",
+    )
+    try:
+        agents = launcher.start()
+        assert len(agents) == 8
+        assert len({agent.endpoint for agent in agents}) == 8
+        assert launcher.failure() is None
+        said = "".join(path.read_text() for path in tmp_path.glob("agent-*.log"))
+        assert "kex_exchange_identification" in said, "some were turned away"
+    finally:
+        launcher.stop(3.0)
+        os.rmdir(runtime)
+
+
+def test_a_server_that_forwards_no_sockets_is_told_within_the_lease(
+    sshd: Sshd, tmp_path: Path
+) -> None:
+    experiment = on(host(sshd, tmp_path, ssh="narrow"))
+    with TrainRun(tmp_path, experiment, lease_s=2.0) as run:
+        assert run.finish(15.0) == 3
+        assert "its sshd forwards no sockets: set AllowStreamLocalForwarding" in run.err

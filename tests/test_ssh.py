@@ -1,0 +1,247 @@
+"""What is said to ssh and to a host, against a golden file; what is made of what it answers.
+
+Real connections: cluster/test_ssh_runs.py. To write the golden file anew, when what is said was
+meant to change: `python -m tests.test_ssh > tests/golden/ssh.txt`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dbctl.errors import LaunchError
+from dbctl.experiment.specs import HostSpec
+from dbctl.launch import ssh
+from dbctl.launch.ssh import (
+    OPTIONS,
+    Errand,
+    SshLauncher,
+    cure,
+    diagnose,
+    errand,
+    orders,
+    ssh_command,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "ssh.txt"
+HOSTS = (
+    HostSpec(name="left"),
+    HostSpec(
+        name="right",
+        ssh="ssh://me@right.example:2222",
+        python="~/my venv/bin/python3",
+        workdir="/data/it's here",
+        env=("A=b c", 'QUOTED=\'"$HOME"'),
+    ),
+    HostSpec(name="six", ssh="root@fe80::1", python="python3; reboot"),
+)
+
+
+def errands() -> list[Errand]:
+    return [
+        errand(f"agent-{i}", host, runtime="/run/user/1/dbctl-abcdefgh", token="0123456789abcdef")
+        for i, host in enumerate(HOSTS)
+    ]
+
+
+def said() -> str:
+    """Everything that is said for HOSTS: the words of each ssh, then its standard input."""
+    parts = []
+    for one in errands():
+        words = "\n".join(ssh_command(one))
+        parts.append(f"== {one.host.name}\n{words}\n<<< {orders(one, run='r7', lease_s=10.0)}")
+    return "\n".join(parts)
+
+
+def test_what_is_said_is_what_the_golden_file_holds() -> None:
+    assert said() == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_every_option_that_keeps_a_promise_is_there() -> None:
+    """docs/reliability.md: no question, no shared connection, no forward that failed unseen."""
+    words = ssh_command(errands()[0])
+    assert words[0] == "ssh"
+    assert words[1] == "-T"
+    for option in OPTIONS:
+        assert words[words.index(option) - 1] == "-o"
+    assert not any("StrictHostKeyChecking" in word for word in words)
+    assert words[-3] == "--"
+
+
+def test_there_is_one_command_of_plain_words_there() -> None:
+    """A shell takes it apart into exactly these; values of the user are not among them."""
+    right, six = (shlex.split(ssh_command(one)[-1]) for one in errands()[1:])
+    assert right == ["./my venv/bin/python3", "-P", "-m", "dbctl", "agent", "--stdin"]
+    assert six[0] == "python3; reboot", "a name with odd characters, and no second command"
+    told = json.loads(orders(errands()[1], run="r7", lease_s=3.0))
+    assert told["env"] == {"A": "b c", "QUOTED": '\'"$HOME"'}
+    assert told["workdir"] == "/data/it's here"
+    assert orders(errands()[1], run="r7", lease_s=3.0).count("\n") == 1
+
+
+def test_agents_of_one_machine_do_not_meet() -> None:
+    one, two, three = errands()
+    assert len({one.runtime, two.runtime, three.runtime}) == 3
+    assert len({one.forwarded, two.forwarded, three.forwarded}) == 3
+    assert len(one.socket.encode()) < 60
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "advice"),
+    [
+        (1, "/usr/bin/python3: No module named dbctl", f"run `{cure(HOSTS[0])}`"),
+        (2, "unknown option -P\nusage: python3", "older than 3.11"),
+        (2, "Unknown option: -P", "older than 3.11"),
+        (127, "bash: line 1: python3: command not found", "there is no python3"),
+        (126, "permission denied", "there is no python3"),
+        (255, "Host key verification failed.", "mend known_hosts"),
+        (255, "me@left: Permission denied (publickey).", "`ssh left` must work without a question"),
+        (0, "channel 2: open failed: connect failed: open failed", "AllowStreamLocalForwarding"),
+        (255, "ssh: Could not resolve hostname left", ""),
+        (None, "", ""),
+    ],
+)
+def test_the_cure_is_said(status: int | None, words: str, advice: str) -> None:
+    found = diagnose(HOSTS[0], status, words)
+    assert advice in found
+    assert bool(found) == bool(advice)
+
+
+# ------------------------------------------------------- the launcher, over programs named `ssh`
+
+
+class Fake:
+    """A program named `ssh` that is first in PATH."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
+        self.launchers: list[SshLauncher] = []
+
+    def says(self, script: str) -> None:
+        path = self.directory / "ssh"
+        path.write_text(f"#!/bin/sh\ncd {self.directory}\n{script}\n")
+        path.chmod(stat.S_IRWXU)
+
+    def launcher(self, n: int = 1, **more: object) -> SshLauncher:
+        logs = self.directory / "logs"
+        logs.mkdir(exist_ok=True)
+        made = SshLauncher(
+            hosts=[(f"agent-{i}", HostSpec(name=f"h{i}")) for i in range(n)],
+            runtime=str(self.directory),
+            run="r",
+            logs=logs,
+            token="t",
+            **more,  # type: ignore[arg-type]
+        )
+        self.launchers.append(made)
+        return made
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    these = Fake(tmp_path, monkeypatch)
+    yield these
+    for launcher in these.launchers:
+        launcher.stop(2.0)
+
+
+READY = (
+    f'echo \'READY {{"endpoint": "ipc:///x", "python": "/p", "version": "{ssh.dbctl.__version__}", '
+    '"protocol": 1}\''
+)
+
+
+def test_all_come_up_at_once(fake: Fake) -> None:
+    fake.says(f"sleep 0.5; {READY}; cat >/dev/null")
+    launcher = fake.launcher(6)
+    begin = time.monotonic()
+    agents = launcher.start()
+    assert time.monotonic() - begin < 2.0, "half a second each, all at the same time"
+    assert [agent.name for agent in agents] == [f"agent-{i}" for i in range(6)]
+    assert {agent.python for agent in agents} == {"/p"}
+    assert all(agent.keeps_logs for agent in agents)
+    assert not launcher.all_ended()
+    begin = time.monotonic()
+    launcher.stop(5.0)
+    assert time.monotonic() - begin < 2.0, "their input ended"
+    assert launcher.all_ended()
+
+
+def test_who_is_turned_away_tries_again(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "RETRY_FIRST_S", 0.02)
+    fake.says(
+        "echo x >> tries; [ $(wc -l < tries) -ge 4 ] || {\n"
+        "echo 'kex_exchange_identification: Connection closed by remote host' >&2; exit 255; }\n"
+        f"{READY}; cat >/dev/null"
+    )
+    assert len(fake.launcher().start()) == 1
+    assert (fake.directory / "tries").read_text() == "x\n" * 4
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ("echo 'ssh: connect to host h0 port 22: Connection refused' >&2; exit 255", 255),
+        ("echo hello; echo 'kex_exchange_identification: x' >&2; exit 255", 255),
+        ("exit 3", 3),
+    ],
+)
+def test_what_trying_again_cannot_mend_is_tried_once(fake: Fake, script: str, status: int) -> None:
+    fake.says(f"echo x >> tries; {script}")
+    with pytest.raises(LaunchError) as caught:
+        fake.launcher().start()
+    assert f"exit status {status}" in str(caught.value)
+    assert (fake.directory / "tries").read_text() == "x\n"
+
+
+def test_waiting_has_an_end(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "READY_LIMIT_S", 0.5)
+    fake.says("echo booting; exec sleep 60")
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match="did not say READY in time; it said: booting"):
+        fake.launcher(2).start()
+    assert time.monotonic() - begin < 3.0
+    monkeypatch.setattr(ssh, "RETRY_FIRST_S", 0.02)
+    fake.says("echo 'kex_exchange_identification: x' >&2; exit 255")
+    with pytest.raises(LaunchError, match="kex_exchange"):
+        fake.launcher().start()
+    assert time.monotonic() - begin < 5.0
+
+
+def test_a_signal_ends_the_waiting(fake: Fake) -> None:
+    fake.says("exec sleep 60")
+    begin = time.monotonic()
+    with pytest.raises(LaunchError):
+        fake.launcher(interrupted=lambda: time.monotonic() - begin > 0.3).start()
+    assert time.monotonic() - begin < 2.5
+
+
+def test_a_directory_that_ssh_would_read_otherwise_is_refused(fake: Fake) -> None:
+    launcher = SshLauncher(
+        hosts=[("agent-0", HOSTS[0])], runtime="/tmp/a:b", run="r", logs=fake.directory, token="t"
+    )
+    with pytest.raises(LaunchError, match="set XDG_RUNTIME_DIR or TMPDIR"):
+        launcher.start()
+
+
+def test_an_early_end_is_told(fake: Fake) -> None:
+    fake.says(f"{READY}; sleep 0.2; echo 'Timeout, server h0 not responding.' >&2; exit 255")
+    launcher = fake.launcher()
+    launcher.start()
+    assert launcher.failure() is None
+    while (error := launcher.failure()) is None:
+        time.sleep(0.02)
+    assert str(error).startswith("agent-0 on h0 ended early (ssh exit status 255)")
+    assert "Timeout, server h0 not responding." in str(error)
+
+
+if __name__ == "__main__":
+    print(said(), end="")
