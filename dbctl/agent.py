@@ -51,6 +51,7 @@ from dbctl.process import (
     end_with_parent,
     leave_signals,
     log,
+    memory_domain,
     one_line,
     raise_descriptor_limit,
     tail,
@@ -364,6 +365,7 @@ def say_ready(name: str, endpoint: str) -> None:
         "version": __version__,
         "protocol": PROTOCOL_VERSION,
         "python": sys.executable,
+        "memory": memory_domain(),
     }
     # What a login file printed before may have no end of line.
     sys.stdout.write(f"\nREADY {json.dumps(ready)}\n")

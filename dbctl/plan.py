@@ -65,6 +65,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     position: Position = BEGINNING
     split: str = "test"
     training: bool = True  # False: `dbctl eval`
+    bulk: str = "memory"  # inline: the controller cannot map this host's memory
     factory: str = ""  # tests: module:function that builds the role instead of dbctl's own
 
 

@@ -4,9 +4,11 @@ under faults: cluster/test_processes.py.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -18,8 +20,12 @@ from typing import cast
 import pytest
 
 from dbctl.agent import END_GENTLE_S, END_KILL_S, GENTLE_S, Agent, Children
+from dbctl.agent_options import told
+from dbctl.logs import LogSender
+from dbctl.process import read_line
 from dbctl.transport.link import Link
 from dbctl.wire import Exited, Failed, Finish, Kill, Message, Peer, Start, Started
+from dbctl.wire_logs import LogFiled, LogText
 from tests.cluster.harness import state, wait_until
 
 
@@ -370,3 +376,81 @@ def test_the_agent_imports_no_numpy() -> None:
     code = "import sys, dbctl.agent; print(sorted({'numpy', 'click', 'yaml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=20, check=True)
     assert done.stdout == b"[]\n"
+
+
+# ---------------------------------------------------------------- an agent of another host
+
+
+def told_on_stdin(text: bytes, monkeypatch: pytest.MonkeyPatch, home: Path) -> argparse.Namespace:
+    """What `told` makes of standard input `text`."""
+    monkeypatch.setenv("HOME", str(home))
+    (home.parent / f"{home.name}.in").write_bytes(text)
+    read = os.open(home.parent / f"{home.name}.in", os.O_RDONLY)
+    monkeypatch.setattr("dbctl.agent_options.read_line", lambda fd, limit: read_line(read, limit))
+    try:
+        return told()
+    finally:
+        os.close(read)
+
+
+def orders(home: Path, **changes: object) -> bytes:
+    values: dict[str, object] = {
+        "runtime": str(home / "sockets"), "run": "r7", "name": "agent-3", "workdir": "~/work/é",
+        "lease": 4.0, "env": {"A_VALUE": "b c"},
+    }  # fmt: skip
+    return json.dumps(values | changes).encode() + b"\n"
+
+
+def test_options_come_over_standard_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("A_VALUE", "")  # and so it is taken away again
+    options = told_on_stdin(orders(tmp_path), monkeypatch, tmp_path)
+    assert (options.name, options.run, options.lease) == ("agent-3", "r7", 4.0)
+    assert options.logs == str(tmp_path / "work" / "é" / "r7")
+    assert Path(options.logs).is_dir()
+    assert stat.S_IMODE(os.stat(tmp_path / "sockets").st_mode) == 0o700
+    assert os.environ["A_VALUE"] == "b c"
+
+
+def test_a_directory_of_somebody_else_is_never_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sockets").mkdir(mode=0o777)
+    with pytest.raises(FileExistsError):
+        told_on_stdin(orders(tmp_path), monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{}", b"{}\n", b"nonsense\n", b"[1]\n", b'{"env": 3}\n', b"x" * 70_000 + b"\n"]
+)
+def test_options_that_are_none_are_refused(
+    text: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        told_on_stdin(text, monkeypatch, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_logs_are_sent_piece_by_piece_and_to_their_end(
+    children: Children, link: QueueLink, tmp_path: Path
+) -> None:
+    agent = make_agent(link, children)
+    agent.logs = LogSender(tmp_path)
+    text = "".join(f"line {i}\n" for i in range(10_000))
+    (tmp_path / "long.txt").write_text(text)
+    got = []
+
+    def send(to: str, message: Message) -> None:
+        if isinstance(message, LogText):
+            assert message.start == sum(map(len, got)), "one after the other"
+            got.append(message.text)
+            upto = message.start + len(message.text)
+            link.queue.put((CONTROLLER, LogFiled(message.node, upto)))
+        elif isinstance(message, Exited):
+            link.queue.put((CONTROLLER, Finish()))
+
+    link.send = send  # type: ignore[method-assign]
+    link.queue.put((CONTROLLER, shell(f"cat {tmp_path / 'long.txt'}")))
+    assert agent.serve() == "finished"
+    agent.end_logs()
+    assert b"".join(got).decode() == text
+    assert not (tmp_path / "shard-0.log").exists(), "what was filed leaves no copy"

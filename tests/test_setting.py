@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from dbctl.errors import LaunchError, PlanError
 from dbctl.experiment.read import load, parse
 from dbctl.experiment.specs import Experiment, PartitionSpec, SandblasterSpec
 from dbctl.launch.base import AgentHandle
 from dbctl.plan import NodeSpec, Plan, make_evaluation_plan, make_plan
 from dbctl.region import Range
+from dbctl.run.hosts import check_reach
 from dbctl.run.methods import coordinator_start, state_vectors
 from dbctl.run.nodes import Node
 from dbctl.run.setting import (
@@ -167,6 +169,67 @@ def test_the_coordinator_is_told_of_replicas_with_all_their_partitions() -> None
     assert [part.rows for part in start.parts.values()] == [50, 50]
     assert (start.examples, start.seconds) == (7, 1.5)
     assert start.shards == [span.node for span in plan.shards]
+
+
+# ------------------------------------------------------------------------------- several hosts
+
+THREE = (
+    "cluster={launcher: ssh, hosts: [{name: a, slots: 2}, {name: idle, labels: [evaluator]},"
+    " {name: b, slots: 9, threads: 3}]}"
+)
+
+
+def spread() -> Plan:
+    given = load(str(FILE), [THREE, "evaluate.every=off", "threads=1"])
+    return make_plan(replace(given, shards=2), rows=100, test_rows=0, cores=2)
+
+
+def test_each_node_is_told_of_its_own_hosts_agent_and_directory(tmp_path: Path) -> None:
+    plan = spread()
+    assert plan.hosts == ("a", "b"), "a host without a node has no agent"
+    agents = {"a": "agent-0", "b": "agent-2"}
+    nodes = nodes_of(plan, tmp_path)
+    assert {node.host for node in nodes.values()} == {"a", "b"}
+    for place in plan.nodes:
+        node = nodes[place.node]
+        spec = spec_of(node)
+        assert (node.host, node.agent) == (place.host, agents[place.host])
+        assert (spec.agent, spec.runtime) == (f"ipc:///{place.host}/a", f"/{place.host}")
+        assert spec.threads == (3 if place.role == "worker" and place.host == "b" else 1)
+
+
+def test_a_nodes_program_and_memory_are_those_of_its_host(tmp_path: Path) -> None:
+    plan = spread()
+    near, far = agents_of(plan)
+    far = replace(far, python="/there/python3", shares_memory=False)
+    origin = Origin(positions=beginnings(plan.experiment.replicas))
+    nodes = make_nodes(plan, [near, far], run="r", run_dir=tmp_path, origin=origin)
+    for node in nodes.values():
+        on_far = node.host == "b"
+        assert (node.order.argv[0] == "/there/python3") == on_far
+        assert spec_of(node).bulk == ("inline" if on_far else "memory")
+
+
+def test_a_checkpoint_that_agents_cannot_pass_on_is_refused_before_the_start(
+    tmp_path: Path,
+) -> None:
+    wide = ["network.layers.0.units=20000", "optimizer.rule={type: adam}"]
+    plan = make_plan(load(str(FILE), wide), rows=100, test_rows=9, cores=2)
+    [near] = agents_of(plan)
+    far = replace(near, shares_memory=False)
+    origin = Origin(positions=beginnings(plan.experiment.replicas))
+    fields: dict[str, Any] = {"run": "r", "run_dir": tmp_path, "origin": origin}
+    make_nodes(plan, [near], **fields)
+    with pytest.raises(LaunchError, match="a checkpoint of 17 MiB would be sent, and more than 8"):
+        make_nodes(plan, [far], **fields)
+    measuring = make_evaluation_plan(plan.experiment, rows=9, evaluators=1)
+    make_nodes(measuring, [far], **fields)  # it makes no checkpoint
+
+
+def test_data_between_hosts_is_refused_until_it_can_be_sent() -> None:
+    with pytest.raises(PlanError, match=r"needs 2 hosts \(a, b\), and data between hosts is not"):
+        check_reach(spread())
+    check_reach(make())
 
 
 # -------------------------------------------------------------------------------- small things

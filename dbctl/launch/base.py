@@ -44,7 +44,8 @@ class AgentHandle:
 
     What its host knows it by: `inside` is the endpoint for its nodes, `runtime` their directory for
     sockets, `python` the program that runs them ("": as here). `keeps_logs`: its nodes' logs are
-    written there, and come over the link.
+    written there, and come over the link. `shares_memory`: what its nodes hand out can be mapped
+    here; else it is sent.
     """
 
     name: str
@@ -56,6 +57,7 @@ class AgentHandle:
     runtime: str = ""
     python: str = ""
     keeps_logs: bool = False
+    shares_memory: bool = True
 
 
 class Launcher(Protocol):

@@ -35,7 +35,7 @@ import dbctl
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import AgentHandle, NotReady, ReadyLine, ending
-from dbctl.process import one_line, signals_held, tail
+from dbctl.process import memory_domain, one_line, signals_held, tail
 
 READY_LIMIT_S = 30.0
 LOOK_S = 0.25
@@ -339,6 +339,7 @@ class SshLauncher:
             runtime=one.runtime,
             python=str(fields.get("python", "")),
             keeps_logs=True,
+            shares_memory=fields.get("memory") == memory_domain() != "",
         )
 
     def start(self) -> list[AgentHandle]:

@@ -16,10 +16,19 @@ from typing import Any
 
 from dbctl.data.prepare import statistics
 from dbctl.data.sources import Source, check, open_source
+from dbctl.errors import LaunchError
 from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment, SshCluster
 from dbctl.launch.base import AgentHandle, start_order
-from dbctl.plan import NodePlan, NodeSpec, Plan, make_plan
+from dbctl.plan import (
+    ITEM_BYTES,
+    METHOD_VECTORS,
+    STATE_VECTORS,
+    NodePlan,
+    NodeSpec,
+    Plan,
+    make_plan,
+)
 from dbctl.run.nodes import Node
 from dbctl.rundir import RunDir
 from dbctl.wire import BEGINNING, Position
@@ -27,6 +36,7 @@ from dbctl.wire import BEGINNING, Position
 LEASE_S = 10.0
 STATISTICS = "standardize.npz"
 EVALUATOR_NICE = 5
+SENT_CUT_BYTES = 8 << 20  # what two agents' queues hold, of the bulk that they pass on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +149,8 @@ def make_nodes(
     `factories`: role -> module:function, for tests.
     """
     by_host = {agent.host: agent for agent in agents}
+    for agent in agents:
+        _check_cuts(plan, agent)
     experiment = to_json(plan.experiment)
     statistics_path = run_dir / STATISTICS
     nodes = {}
@@ -164,6 +176,7 @@ def make_nodes(
             position=origin.positions.get(node.replica, BEGINNING),
             split=split,
             training=bool(plan.of_role("worker")),
+            bulk="memory" if agent.shares_memory else "inline",
             factory=(factories or {}).get(node.role, ""),
         )
         nice = EVALUATOR_NICE if node.role == "evaluator" else 0
@@ -176,6 +189,21 @@ def make_nodes(
             needed=node.role != "evaluator" or not plan.of_role("worker"),
         )
     return nodes
+
+
+def _check_cuts(plan: Plan, agent: AgentHandle) -> None:
+    """LaunchError where a checkpoint is more than an agent passes on at once."""
+    rule = getattr(plan.experiment.optimizer, "rule", None)
+    n_vectors = 1 + (METHOD_VECTORS if rule is None else STATE_VECTORS[rule.type])
+    n_bytes = plan.n_parameters * ITEM_BYTES * n_vectors
+    if not agent.shares_memory and plan.of_role("worker") and n_bytes > SENT_CUT_BYTES:
+        raise LaunchError(
+            agent.name,
+            "shares no memory with this machine: a checkpoint of "
+            f"{n_bytes / 2**20:.0f} MiB would be sent, and more than {SENT_CUT_BYTES >> 20} MiB "
+            "cannot be yet; take a smaller network",
+            host=agent.host,
+        )
 
 
 def _partners(plan: Plan, node: NodePlan) -> tuple[tuple[int, str], ...]:

@@ -93,6 +93,15 @@ class Sshd:
         self._script(name, program)
         return self._path(name)
 
+    def apart(self, name: str, *hidden: Path) -> str:
+        """A Python with process numbers of its own, to which directories `hidden` are empty."""
+        mounts = "; ".join(f"mount -t tmpfs none {path}" for path in hidden)
+        inner = f'{mounts}; exec {self.python} "$@"'
+        self._write(f"{name}.sh", inner)
+        unshare = "unshare --pid --mount --fork --mount-proc --kill-child"
+        self._script(name, f'#!/bin/sh\nexec {unshare} /bin/sh {self._path(name)}.sh "$@"\n')
+        return self._path(name)
+
     def _path(self, name: str) -> str:
         return str(self.directory / name)
 

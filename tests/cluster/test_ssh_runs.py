@@ -124,6 +124,25 @@ def test_train_resume_and_eval_reach_the_same_bits_as_local_ones(
     assert leftovers(tmp_path) == []
 
 
+def test_a_host_that_shares_neither_memory_nor_files(sshd: Sshd, tmp_path: Path) -> None:
+    """Its own table of processes, and nothing of ours where the run and its work directory are."""
+    for name in ("there", "far"):
+        (tmp_path / name).mkdir()
+    python = sshd.apart("apart", tmp_path / "there", tmp_path / "far")
+    found = []
+    for name, experiment in (
+        ("near", EXPERIMENT),
+        ("far", on(host(sshd, tmp_path, python=python))),
+    ):
+        with TrainRun(tmp_path, experiment, name=name) as run:
+            assert run.finish() == 0, run.story()
+        found.append(bits(run.dir))
+        for node in ("shard-0", "shard-1", "worker-0.0"):
+            assert run.log(node).rstrip().endswith("finished"), "its last line came too"
+    assert found[0] == found[1]
+    assert not list((tmp_path / "there").iterdir()), "it was written elsewhere"
+
+
 def test_nothing_is_left_when_the_controller_is_killed(sshd: Sshd, tmp_path: Path) -> None:
     """G11: ssh goes with the controller's pipe, the agent with its standard input."""
     with TrainRun(tmp_path, on(host(sshd, tmp_path), stop={"seconds": 60})) as run:
