@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dbctl.errors import PlanError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import Experiment, PartitionSpec
-from dbctl.plan import PROCESS_BYTES, NodeSpec, Plan, make_plan
+from dbctl.plan import PROCESS_BYTES, NodeSpec, Plan, make_evaluation_plan, make_plan
 from dbctl.shards import SHARD_ALIGN, ShardSpan, shard_spans
 from dbctl.wire import Position
 
@@ -106,6 +106,34 @@ def test_what_does_not_fit_is_said() -> None:
         make_plan(
             replace(experiment(), partition=PartitionSpec(count=101)), rows=9, test_rows=9, cores=1
         )
+
+
+HOSTS = "cluster={launcher: ssh, hosts: [{name: a, slots: 3, threads: 4}, {name: b}, {name: c}]}"
+
+
+def test_nodes_carry_their_hosts_and_the_threads_of_those() -> None:
+    plan = make(HOSTS, "threads=2", "partition.count=2")
+    assert plan.hosts == ("a", "b", "c")
+    assert [plan.agent_of(host) for host in plan.hosts] == ["agent-0", "agent-1", "agent-2"]
+    for replica in range(3):
+        assert len({node.host for node in plan.replica_of(replica)}) == 1
+    assert len({node.host for node in plan.of_role("shard")}) == 2
+    for node in plan.nodes:
+        wanted = {"a": 4}.get(node.host, 2) if node.role == "worker" else 1
+        assert node.threads == wanted
+    assert make().hosts == ("localhost",)
+
+
+def test_an_evaluation_is_placed_too() -> None:
+    plan = make_evaluation_plan(experiment(HOSTS), rows=100, evaluators=3)
+    assert set(plan.hosts) == {"a", "b", "c"}
+
+
+def test_too_few_slots_are_said_with_the_sum() -> None:
+    few = "cluster={launcher: ssh, hosts: [{name: a, slots: 3}, {name: b, slots: 2}]}"
+    said = r"2 for shards \+ 3 for workers \+ 1 for evaluators = 6, found 3 on a \+ 2 on b = 5"
+    with pytest.raises(PlanError, match=said):
+        make(few)
 
 
 def test_the_text_of_the_plan() -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import stat
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from dbctl.launch.ssh import (
     OPTIONS,
     Errand,
     SshLauncher,
+    checkout,
     cure,
     diagnose,
     errand,
@@ -96,7 +98,7 @@ def test_agents_of_one_machine_do_not_meet() -> None:
 @pytest.mark.parametrize(
     ("status", "words", "advice"),
     [
-        (1, "/usr/bin/python3: No module named dbctl", f"run `{cure(HOSTS[0])}`"),
+        (1, "/usr/bin/python3: No module named dbctl", f"run `{cure(HOSTS[0], checkout())}`"),
         (2, "unknown option -P\nusage: python3", "older than 3.11"),
         (2, "Unknown option: -P", "older than 3.11"),
         (127, "bash: line 1: python3: command not found", "there is no python3"),
@@ -112,6 +114,30 @@ def test_the_cure_is_said(status: int | None, words: str, advice: str) -> None:
     found = diagnose(HOSTS[0], status, words)
     assert advice in found
     assert bool(found) == bool(advice)
+
+
+def test_the_command_that_brings_dbctl_runs_as_it_is_typed(tmp_path: Path) -> None:
+    """Through two shells, the one here and the one there, with a host whose Python has a space."""
+    host = HostSpec(name="h", python="~/my venv/bin/python")
+    there = tmp_path / "home"
+    (there / "my venv" / "bin").mkdir(parents=True)
+    programs = {
+        tmp_path / "python3": 'echo wheel of "$@" > "$0.whl"; mv "$0.whl" dbctl-*.whl',
+        tmp_path / "ssh": f'[ "$1 $2" = "-- h" ] && cd {there} && exec sh -c "$3"',
+        there / "my venv" / "bin" / "python": 'echo "$@" > installed; cat "$4" >> installed',
+    }
+    for path, script in programs.items():
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    wheel = f"dbctl-{ssh.dbctl.__version__}-py3-none-any.whl"
+    (tmp_path / wheel).touch()
+    command = cure(host, Path("/src/my dbctl"))
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=env, check=True, timeout=20)
+    assert (there / "installed").read_text() == (
+        f"-m pip install ./{wheel}\nwheel of -m pip wheel --no-deps -w . /src/my dbctl\n"
+    )
+    assert cure(host) in command
 
 
 # ------------------------------------------------------- the launcher, over programs named `ssh`

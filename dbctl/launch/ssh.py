@@ -115,19 +115,34 @@ def orders(one: Errand, *, run: str, lease_s: float) -> str:
     return json.dumps(values) + "\n"
 
 
-def cure(host: HostSpec) -> str:
-    """The command that brings this version of dbctl to the host, as one types it."""
-    install = shlex.join([_python(host), "-m", "pip", "install", f"dbctl=={dbctl.__version__}"])
-    return shlex.join(["ssh", "--", host.destination, install])
+def cure(host: HostSpec, source: Path | None = None) -> str:
+    """The command that brings this version of dbctl to the host, as one types it here.
+
+    `source`: the checkout that this dbctl runs from; else the wheel that it came from is asked for.
+    No name is looked up in an index: whose package that would be is not known here.
+    """
+    wheel = f"dbctl-{dbctl.__version__}-py3-none-any.whl"
+    install = shlex.join([_python(host), "-m", "pip", "install", f"./{wheel}"])
+    send = f"{shlex.join(['ssh', '--', host.destination, f'cat > {wheel} && {install}'])} < {wheel}"
+    if source is None:
+        return send
+    build = shlex.join(["python3", "-m", "pip", "wheel", "--no-deps", "-w", ".", str(source)])
+    return f"{build} && {send}"
+
+
+def checkout() -> Path | None:
+    """The source tree that this process runs from, if it does."""
+    tree = Path(dbctl.__file__).resolve().parent.parent
+    return tree if (tree / "pyproject.toml").exists() else None
 
 
 def diagnose(host: HostSpec, status: int | None, said: str) -> str:
     """What is wrong and what to do, from the exit status and the words; "" where only they tell."""
     python = host.python
     if "No module named dbctl" in said:
-        return f"dbctl is not there for {python}: run `{cure(host)}`"
+        return f"dbctl is not there for {python}: run `{cure(host, checkout())}`"
     if "install the same version" in said:
-        return f"run `{cure(host)}`"
+        return f"run `{cure(host, checkout())}`"
     if "nknown option: -P" in said or "nknown option -P" in said:
         return f"{python} there is older than 3.11: give the host another `python`"
     if status in NO_PROGRAM:

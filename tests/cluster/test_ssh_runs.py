@@ -143,6 +143,35 @@ def test_a_host_that_shares_neither_memory_nor_files(sshd: Sshd, tmp_path: Path)
     assert not list((tmp_path / "there").iterdir()), "it was written elsewhere"
 
 
+def test_two_agents_run_one_run(sshd: Sshd, tmp_path: Path) -> None:
+    """Both are this machine, so ipc leads from one to the other: what is not refused, here only."""
+    code = (
+        "import sys, dbctl.run.train as train\n"
+        "from dbctl.cli.main import main\n"
+        "train.check_reach = lambda plan: None\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    hosts = [host(sshd, tmp_path) | {"name": name, "slots": 2} for name in ("one", "two")]
+    two = EXPERIMENT | {"cluster": {"launcher": "ssh", "hosts": hosts}}
+    for name, experiment in (("local", EXPERIMENT), ("two", two)):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(experiment))
+        words = ["train", str(tmp_path / f"{name}.yaml"), "--run-dir", str(tmp_path / name)]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    logs = tmp_path / "two" / "logs"
+    for i in range(2):
+        assert "Started" in (logs / f"agent-{i}.log").read_text(), "each has a part of it"
+    assert bits(tmp_path / "two") == bits(tmp_path / "local")
+    assert leftovers(tmp_path) == []
+
+
 def test_nothing_is_left_when_the_controller_is_killed(sshd: Sshd, tmp_path: Path) -> None:
     """G11: ssh goes with the controller's pipe, the agent with its standard input."""
     with TrainRun(tmp_path, on(host(sshd, tmp_path), stop={"seconds": 60})) as run:
@@ -261,7 +290,8 @@ def test_a_bad_host_is_told(
 def test_a_host_without_dbctl_is_told_with_the_command(sshd: Sshd, tmp_path: Path) -> None:
     bare = sshd.wrap("bare", "-S", environment={})
     error = fail(tmp_path, host(sshd, tmp_path, python=bare))
-    assert f"dbctl is not there for {bare}: run `ssh -- plain '{bare} -m pip install" in str(error)
+    assert f"dbctl is not there for {bare}: run `" in str(error)
+    assert f"{bare} -m pip install ./dbctl-" in str(error)
 
 
 def test_a_host_with_another_version_is_told_with_the_command(sshd: Sshd, tmp_path: Path) -> None:
@@ -270,7 +300,7 @@ def test_a_host_with_another_version_is_told_with_the_command(sshd: Sshd, tmp_pa
     old = sshd.wrap("old-python", environment={"PYTHONPATH": str(tmp_path / "old")})
     error = fail(tmp_path, host(sshd, tmp_path, python=old))
     assert "is dbctl 0.0.1 with protocol" in str(error)
-    assert f"run `ssh -- plain '{old} -m pip install" in str(error)
+    assert f"{old} -m pip install ./dbctl-" in str(error)
 
 
 def test_a_noisy_login_file_changes_nothing(sshd: Sshd, tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""`--dry-run` for hosts: placement, addresses and the exact commands, and nothing started."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dbctl.errors import PlanError
+from dbctl.experiment.specs import HostSpec
+from dbctl.launch.local import LocalLauncher
+from dbctl.launch.ssh import SshLauncher, errand, ssh_command
+from dbctl.run.dry import dry_run
+from dbctl.run.hosts import launcher_of
+from dbctl.run.train import prepare, train
+from tests.inproc_run import SilentDisplay
+
+FILE = str(Path(__file__).parent.parent / "experiments" / "digits-downpour.yaml")
+TWO = "cluster={launcher: ssh, hosts: [{name: a, ssh: me@a.org, slots: 3}, {name: b, slots: 4}]}"
+ONE = "cluster={launcher: ssh, hosts: [{name: a, ssh: me@a.org}]}"
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def popen(*words: object, **more: object) -> None:
+        pytest.fail(f"started {words}")
+
+    monkeypatch.setattr("subprocess.Popen", popen)
+
+
+def lines(*overrides: str, as_json: bool = False) -> list[str]:
+    found = dry_run(FILE, overrides, partitions=None, as_json=as_json, warn=pytest.fail)
+    return list(found)
+
+
+def test_the_commands_are_those_of_the_launcher() -> None:
+    text = lines(TWO)
+    hosts = (HostSpec(name="a", ssh="me@a.org", slots=3), HostSpec(name="b", slots=4))
+    for number, (host, address) in enumerate(zip(hosts, ("a.org", "b"), strict=True)):
+        agent = f"agent-{number}"
+        at = next(i for i, line in enumerate(text) if line.startswith(f"{host.name}: {agent}, "))
+        assert text[at].endswith(f"slots, others connect to {address}")
+        one = errand(agent, host, runtime="RUNTIME", token="TOKEN")
+        assert shlex.split(text[at + 1]) == ssh_command(one)
+    assert text[-1].startswith("note: the plan needs 2 hosts (a, b), and data between hosts")
+
+
+def test_json_holds_the_same() -> None:
+    (line,) = lines(TWO, as_json=True)
+    plan = json.loads(line)
+    assert [(host["name"], host["agent"]) for host in plan["hosts"]] == [
+        ("a", "agent-0"),
+        ("b", "agent-1"),
+    ]
+    assert {node["host"] for node in plan["nodes"]} == {"a", "b"}
+    assert plan["hosts"][0]["command"][-2] == "me@a.org"
+    (local,) = lines(as_json=True)
+    assert json.loads(local)["hosts"] == []
+
+
+def test_one_host_is_no_trouble() -> None:
+    text = lines(ONE)
+    assert not any(line.startswith("note:") for line in text)
+    assert any(line.startswith("a: agent-0, ") for line in text)
+
+
+def test_more_than_one_host_is_refused_before_a_directory_is_made(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="data between hosts is not sent yet"):
+        train(FILE, [TWO], run_dir=str(tmp_path / "run"), display=SilentDisplay())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cluster_chooses_the_launcher(tmp_path: Path) -> None:
+    def launcher(*overrides: str) -> object:
+        plan = prepare(FILE, overrides)
+        return launcher_of(
+            plan, run="r", runtime="/x", logs=tmp_path, lease_s=1.0, interrupted=lambda: False
+        )
+
+    assert isinstance(launcher(), LocalLauncher)
+    assert isinstance(launcher(ONE), SshLauncher)
+
+
+def test_workers_of_hosts_have_one_thread_unless_more_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    assert {n.threads for n in prepare(FILE, [ONE]).of_role("worker")} == {1}
+    assert {n.threads for n in prepare(FILE, [ONE, "threads=3"]).of_role("worker")} == {3}
