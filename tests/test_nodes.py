@@ -198,3 +198,17 @@ def test_only_who_lives_is_told_to_finish_or_killed() -> None:
 )
 def test_an_end_in_words(end: Exited, said: str) -> None:
     assert describe_end(end) == said
+
+
+def test_of_whom_nothing_was_heard_its_agent_ends() -> None:
+    """Nothing leads to it yet: what is said to it would be lost with a warning."""
+    nodes = made(a=node("shard-0"), b=node("evaluator-0", needed=False), c=node("worker-0.0"))
+    nodes.start(0.0)
+    nodes.receive(0.0, "shard-0", Ready("ipc://s", 7))
+    nodes.receive(0.0, "worker-0.0", exited("worker-0.0"))
+    assert nodes.finish() == [("shard-0", Finish())], "who was not started needs no end"
+    nodes.begin(0.1)
+    assert nodes.finish() == [("shard-0", Finish()), (AGENT, Kill("evaluator-0", 1))]
+    assert [nodes.heard_of(n) for n in ("shard-0", "evaluator-0", AGENT)] == [True, False, True]
+    beat(nodes, 0.2, "evaluator-0")
+    assert nodes.finish() == [("shard-0", Finish()), ("evaluator-0", Finish())]

@@ -172,8 +172,20 @@ class Nodes:
                     return LaunchError(node.agent, what, host=node.host)
         return None
 
+    def heard_of(self, name: str) -> bool:
+        """Whether there is a way to `name`: a node is known by what came of it, others always."""
+        node = self.nodes.get(name)
+        return node is None or node.has_beaten
+
     def finish(self) -> Sends:
-        return [(name, Finish()) for name, node in self.nodes.items() if node.alive]
+        """To all that live; of whom nothing was heard yet, its agent ends."""
+        return [
+            (name, Finish())
+            if node.has_beaten
+            else (node.agent, Kill(name, node.order.incarnation))
+            for name, node in self.nodes.items()
+            if node.alive and node.ordered_at is not None
+        ]
 
     def kill(self) -> Sends:
         return [

@@ -303,7 +303,7 @@ class Session:
         for effect in effects:
             match effect:
                 case Send(to, message):
-                    self._link.send(to, message)
+                    self._send_all([(to, message)])
                 case Record():
                     self._records.record(effect)
                 case Save():
@@ -316,9 +316,11 @@ class Session:
                     self._outcome = Outcome(status=status, reason=reason)
 
     def _send_all(self, sends: list[tuple[str, Message]]) -> None:
+        """To whom nothing leads yet nothing is said: totals are said again."""
         assert self._link is not None
         for to, message in sends:
-            self._link.send(to, message)
+            if self._nodes.heard_of(to):
+                self._link.send(to, message)
 
     # -------------------------------------------------------------------------------- the end
 
