@@ -46,7 +46,3 @@ class Batch:
         """The numbers of the bundle's rows within the batch."""
         portions = self.portions_of(bundle)
         return range(self.rows_of(portions[0]).start, self.rows_of(portions[-1]).stop)
-
-    def n_rows_of(self, bundle: int) -> int:
-        """How many rows the bundle has."""
-        return len(self.rows_of_bundle(bundle))

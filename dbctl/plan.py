@@ -33,9 +33,7 @@ ITEM_BYTES = 4
 PROCESS_BYTES = 60 << 20  # what Python with numpy and pyzmq takes before any of ours
 N_PARAMETER_BUFFERS = 3
 STATE_VECTORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
-# Of a batch method besides parameters and float64 sums: gradient, direction, trial and its
-# gradient; two each for the pairs of L-BFGS.
-METHOD_VECTORS = 4
+METHOD_VECTORS = 3  # of a batch method besides those it keeps: direction, trial, its gradient
 
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,8 +259,7 @@ def make_evaluation_plan(experiment: Experiment, *, rows: int, evaluators: int) 
 def _shard_nodes(experiment: Experiment, spans: Sequence[ShardSpan]) -> Iterator[NodePlan]:
     optimizer = experiment.optimizer
     if isinstance(optimizer, SandblasterSpec):
-        pairs = optimizer.history if optimizer.method == "lbfgs" else 0
-        vectors = 1 + METHOD_VECTORS + 2 * pairs + 2
+        vectors = method_vectors(optimizer) + 2  # and the sums, in float64
     else:
         vectors = N_PARAMETER_BUFFERS + 2 * STATE_VECTORS[optimizer.rule.type]
     for span in spans:
@@ -277,18 +274,32 @@ def _shard_nodes(experiment: Experiment, spans: Sequence[ShardSpan]) -> Iterator
         )
 
 
+def method_vectors(optimizer: SandblasterSpec) -> int:
+    """The most vectors of a batch method that a slice of a shard has at once.
+
+    What is being written to disk is not written to meanwhile: the kept ones count twice.
+    """
+    kept = 2 + (2 * optimizer.history if optimizer.method == "lbfgs" else 0)
+    return 2 * kept + METHOD_VECTORS
+
+
 def _worker_nodes(
     experiment: Experiment, cut: NetworkCut, share: Sequence[int], *, threads: int
 ) -> Iterator[NodePlan]:
     optimizer = experiment.optimizer
     slots = optimizer.slots if isinstance(optimizer, DownpourSpec) else 2
-    n_push = optimizer.n_push if isinstance(optimizer, DownpourSpec) else 1
-    vectors = 1 + slots + (n_push > 1)
+    summed = 1
+    if isinstance(optimizer, DownpourSpec):
+        summed = optimizer.n_push
+    elif isinstance(optimizer, SandblasterSpec):
+        summed = optimizer.send_every
+    vectors = 1 + slots + (summed > 1)
     features = _features(experiment)
     for replica, rows in enumerate(share):
         for partition in range(cut.count):
             nodes = sum(len(boxes[partition]) for boxes in cut.owned[1:])
-            held = len(cut.span(partition)) * vectors + 2 * optimizer.batch_size * nodes
+            held = len(cut.span(partition)) * vectors
+            held += 2 * min(optimizer.batch_size, rows) * nodes
             of = f", partition {partition} of {cut.count}" if cut.count > 1 else ""
             yield NodePlan(
                 node=f"worker-{replica}.{partition}",

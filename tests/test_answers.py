@@ -37,8 +37,8 @@ def test_all_that_are_open_are_said_together() -> None:
     answers = Answers(0.25)
     answers.say(0.0, computed(2))
     answers.say(0.1, computed(1))
-    assert said(answers, 0.3) == []  # the newest is waited for
-    assert said(answers, 0.35) == [1, 2]
+    assert said(answers, 0.2) == []
+    assert said(answers, 0.25) == [1, 2]  # the newest does not put off what is due
     answers.heard(1.0, [2, 3])
     assert said(answers, 9.0) == [2]
 
@@ -60,11 +60,21 @@ def test_an_order_that_is_not_done_is_not_answered() -> None:
     assert answers.due == NEVER
 
 
-def test_few_are_kept() -> None:
+def test_what_is_not_heard_is_kept_however_many_come_after_it() -> None:
+    """One lost Computed, and orders that are done faster than it is said again."""
+    answers = Answers(0.25)
+    for number in range(1, 3 * KEPT):
+        answers.say(number / 100, computed(number))
+        if number > 1:
+            answers.heard(number / 100, [1, number + 1])
+    assert said(answers, 1.0) == [1]
+
+
+def test_few_that_were_heard_are_kept() -> None:
     answers = Answers(0.25)
     for number in range(1, KEPT + 3):
         answers.say(0.0, computed(number))
-    assert said(answers, 1.0) == list(range(3, KEPT + 3))
+        answers.heard(0.0, [])
     answers.heard(2.0, range(1, 99))
     assert said(answers, 9.0) == list(range(3, KEPT + 3))
 

@@ -15,6 +15,7 @@ from dbctl.plan import PlanError, make_plan
 from dbctl.roles.coordinator import Coordinator
 from dbctl.roles.sandblaster import Sandblaster
 from dbctl.run.methods import METHOD, described, extra_of, leader_of, state_vectors
+from dbctl.run.room import files_needed
 from dbctl.run.setting import Origin, beginnings
 from dbctl.wire import Position
 
@@ -115,4 +116,24 @@ def test_memory_of_a_shard_grows_with_the_history() -> None:
         return plan.of_role("shard")[0].memory_bytes
 
     n_parameters = 15
-    assert of(11) - of(10) == 2 * 4 * n_parameters
+    assert of(11) - of(10) == 2 * 2 * 4 * n_parameters  # twice: what is written meanwhile
+
+
+def test_a_portion_larger_than_the_data_takes_no_more_memory_than_the_data() -> None:
+    def of(portion: int) -> int:
+        plan = make_plan(experiment(f"optimizer.portion={portion}"), rows=100, test_rows=0, cores=2)
+        return plan.of_role("worker")[0].memory_bytes
+
+    assert of(10**9) == of(100) > of(99)
+
+
+def test_open_files_of_a_shard_are_counted_with_its_vectors() -> None:
+    def of(*overrides: str) -> int:
+        plan = make_plan(experiment(*overrides), rows=100, test_rows=0, cores=2)
+        name, n_files = files_needed(plan)
+        assert name == "shard-0"
+        return n_files
+
+    assert of("optimizer.history=60") - of("optimizer.history=50") == 2 * 2 * 10
+    cut = of("optimizer.history=60", "partition.count=3", "replicas=1")
+    assert cut > 2.5 * of("optimizer.history=60", "replicas=1")

@@ -345,8 +345,10 @@ def test_a_line_search_that_fails_keeps_the_best_point(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_at_the_start_ends_the_run(tmp_path: Path) -> None:
     text = TEXT.replace("units: 12, activation: sigmoid", "units: 12, init: 3e38")
     _, run = begin(text, tmp_path / "run")
-    assert run.run().status in ("line_search_failed", "failed")
-    assert not any(np.isfinite(losses(run)))
+    done = run.run()
+    assert done.status == "line_search_failed"
+    assert "finite" in done.reason
+    assert losses(run) == []
 
 
 def test_without_replicas_a_run_fails_and_is_saved(tmp_path: Path) -> None:
@@ -384,3 +386,89 @@ def test_a_late_answer_of_an_earlier_evaluation_changes_nothing(tmp_path: Path) 
         run.net.perform(CONTROLLER, lead.receive(run.net.now, Peer("worker-0.0", 1), late))
     assert run.run().status == "max_iterations"
     assert max(losses(run)) < 10
+
+
+def test_one_lost_answer_stops_nobody(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Bundles are done faster than an answer is said again."""
+    overrides = [
+        "replicas=1",
+        "optimizer={type: sandblaster, portion: 10, send_every: 1, l2: 0.001}",
+    ]
+    _, run = begin(TEXT, tmp_path / "run", overrides=[*overrides, "stop.steps=2"])
+    lead, lost = leader(run), []
+    heard = lead.receive
+
+    def deaf(now: float, sender: Peer, message: Message) -> Any:
+        if isinstance(message, Computed) and not lost:
+            lost.append(message)
+            return []
+        return heard(now, sender, message)
+
+    lead.receive = deaf  # type: ignore[method-assign]
+    assert run.run().status == "max_iterations"
+    assert len(lost) == 1
+    assert run.net.now < 60
+
+
+def test_checkpoints_by_the_clock_wait_for_the_end_of_an_iteration(tmp_path: Path) -> None:
+    _, run = begin(
+        TEXT, tmp_path / "run", overrides=["checkpoint.every=0.2 s"], faults=Faults(step_s=0.02)
+    )
+    assert run.run().status == "max_iterations"
+    assert len(run.saved) > 5
+    assert run.saved[-1] == 20
+
+
+def test_workers_come_to_rest_at_the_end(tmp_path: Path) -> None:
+    """A halt that is lost is said again."""
+    faults = Faults(drop=0.2, step_s=0.01)
+    _, run = begin(TEXT, tmp_path / "run", overrides=["replicas=3"], faults=faults)
+    assert run.run().status == "max_iterations"
+    lead = leader(run)
+    for worker in ("worker-0.0", "worker-1.0", "worker-2.0"):
+        work = [e.message for e in lead._say_again(0.0) if e.to == worker]
+        assert all(message.halt for message in work)
+
+
+def test_a_signal_is_not_undone_by_a_measurement(tmp_path: Path) -> None:
+    """test_accuracy is reached while the last command is carried out."""
+    text = TEXT.replace(
+        "network:", "  test: {source: digits, split: test, scale: 0.0625}\nnetwork:", 1
+    )
+    overrides = ["stop={test_accuracy: 0.01, steps: 20}", "evaluate.every=1 steps"]
+    _, run = begin(text, tmp_path / "run", overrides=overrides)
+    lead = leader(run)
+    assert run.net.run(until=lambda: lead._evaluations.busy, limit_s=LIMIT_S)
+    run.net.perform(CONTROLLER, lead.interrupt(run.net.now, "interrupted"))
+    assert run.run().status == "interrupted"
+
+
+def test_the_final_evaluation_is_of_the_final_parameters(tmp_path: Path) -> None:
+    """One that was under way at the end may be of an earlier point."""
+    text = TEXT.replace(
+        "network:", "  test: {source: digits, split: test, scale: 0.0625}\nnetwork:", 1
+    )
+    for seed in range(4):
+        run_dir, run = begin(
+            text,
+            tmp_path / f"run-{seed}",
+            overrides=["evaluate.every=0.01 s", "stop.steps=6"],
+            faults=Faults(step_s=0.02),
+            seed=seed,
+        )
+        assert run.run().status == "max_iterations"
+        checkpoint, _ = newest_good(run_dir.checkpoints)
+        parameters = checkpoint.read("parameters", Range(0, checkpoint.n_elements))
+        source = DigitsSource(split="test", scale=0.0625)
+        loss, _ = network_loss(dense_network(64, 12, 10), source)(parameters)
+        assert run.coordinator.figures.test_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_stop_that_is_reached_already_is_not_passed(tmp_path: Path) -> None:
+    run_dir, first = begin(TEXT, tmp_path / "run")
+    assert first.run(interrupt_at=6).status == "interrupted"
+    done = leader(first).figures.steps
+    second = go_on(run_dir, [f"stop.steps={done}"])
+    assert second.run() == Done("max_iterations", "steps")
+    assert leader(second).figures.steps == done
+    assert losses(second) == []

@@ -9,17 +9,9 @@ that are still out go to replicas that have nothing to do; the first answer coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 N_AHEAD = 2  # orders of a replica: the one in hand, and the next so that its rows can be fetched
-
-
-@dataclass(slots=True)
-class _Out:
-    """A bundle that was handed out: to whom, in the order of handing."""
-
-    replicas: list[int] = field(default_factory=list)
 
 
 class Allocation:
@@ -33,7 +25,7 @@ class Allocation:
         self._backup = backup
         self._left = _shares(n_bundles, sorted(replicas))
         self._again: list[int] = []  # of replicas that died: to be begun anew, the lowest first
-        self._out: dict[int, _Out] = {}
+        self._out: dict[int, list[int]] = {}  # who computes it, in the order of handing out
         self._holding: dict[int, list[int]] = {replica: [] for replica in self._left}
         self.losses: dict[int, Sequence[float]] = {}
         self.n_backups = 0
@@ -57,7 +49,7 @@ class Allocation:
             bundle = self._copy(replica)
             self.n_backups += bundle is not None
         if bundle is not None:
-            self._out.setdefault(bundle, _Out()).replicas.append(replica)
+            self._out.setdefault(bundle, []).append(replica)
             holding.append(bundle)
         return bundle
 
@@ -83,8 +75,8 @@ class Allocation:
         """Of the bundles still out, one with the fewest copies, and of those the longest out."""
         if not self._backup or self._holding[replica]:
             return None
-        waiting = [b for b, out in self._out.items() if replica not in out.replicas]
-        return min(waiting, key=lambda b: len(self._out[b].replicas), default=None)
+        waiting = [b for b, replicas in self._out.items() if replica not in replicas]
+        return min(waiting, key=lambda b: len(self._out[b]), default=None)
 
     def done(self, replica: int, bundle: int, losses: Sequence[float]) -> None:
         """An answer; the first one of a bundle counts. `replica` has room again."""
@@ -96,11 +88,11 @@ class Allocation:
     def give_up(self, replica: int, bundle: int) -> None:
         """The replica does not compute this bundle: somebody else must, if nobody else does."""
         self._holding[replica].remove(bundle)
-        out = self._out.get(bundle)
-        if out is None:
+        replicas = self._out.get(bundle)
+        if replicas is None:
             return
-        out.replicas.remove(replica)
-        if not out.replicas:
+        replicas.remove(replica)
+        if not replicas:
             del self._out[bundle]
             self._again = sorted({*self._again, bundle})
 
@@ -110,10 +102,6 @@ class Allocation:
             self.give_up(replica, bundle)
         del self._holding[replica]
         self._again = sorted({*self._again, *self._left.pop(replica)})
-
-    def out(self) -> Mapping[int, Sequence[int]]:
-        """The bundles still out, and who computes each."""
-        return {bundle: tuple(out.replicas) for bundle, out in self._out.items()}
 
 
 def _shares(n_bundles: int, replicas: Sequence[int]) -> dict[int, range]:

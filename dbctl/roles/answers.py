@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dbctl.roles.base import CONTROLLER, Effects, Send
+from dbctl.roles.base import CONTROLLER, NEVER, Effects, Send
 from dbctl.roles.worker import Timer
 from dbctl.wire_batch import Computed
 
-KEPT = 8  # more than a replica ever has orders out
+KEPT = 8  # with silenced ones: more than a replica ever has orders out
 
 
 class Answers:
@@ -30,10 +30,12 @@ class Answers:
     def say(self, now: float, computed: Computed) -> Effects:
         self._kept[computed.number] = computed
         self._open.add(computed.number)
-        for old in sorted(self._kept)[:-KEPT]:
+        # What is not heard yet stays, however many they are: the coordinator waits for each.
+        silenced = sorted(self._kept.keys() - self._open)
+        for old in silenced[: max(0, len(self._kept) - KEPT)]:
             del self._kept[old]
-            self._open.discard(old)
-        self._timer.begin(now)
+        if self._timer.at == NEVER:
+            self._timer.begin(now)  # a later one does not put off an earlier one
         return [Send(CONTROLLER, computed)]
 
     def heard(self, now: float, listed: Iterable[int]) -> None:

@@ -29,8 +29,8 @@ class BatchShardStart:
     """What a batch method's shard begins with: initial values, or its part of a checkpoint.
 
     values: the parameters of `span`; state: saved vectors by name, each as long. kept: the names
-    that a cut saves, PARAMETERS first. `decays` and `partitions` as in ShardStart. version: the
-    evaluations begun before this life.
+    that a cut saves, PARAMETERS first. `decays` and `partitions` as in ShardStart. version: what
+    readers are told before the first evaluation of this life, which is number 1.
     """
 
     name: str

@@ -137,4 +137,6 @@ class Coordinator(Leader):
     def _say_again(self, now: float) -> Effects:
         if self._phase is Phase.ENDING:
             return self._orders.halt_again(self.live())
+        if self._phase is Phase.MEASURING:
+            return []
         return [effect for n in self.live() for effect in self._grant(now, n, again=True)]

@@ -66,6 +66,8 @@ class Phase(Enum):
 class Leader(ABC):
     """`figures` is what the run's records and display are made of."""
 
+    _versions_tell = True  # parameters of one version are the same ones
+
     def __init__(
         self, start: LeaderStart, figures: Figures, *, begins: Mapping[int, Position]
     ) -> None:
@@ -253,7 +255,7 @@ class Leader(ABC):
 
     def _on_cut_part(self, now: float, shard: str, part: CutPart) -> Effects:
         effects = self._checkpoints.add(shard, part)
-        whole = all(len(nodes) == 1 for nodes in self._lead.evaluators)
+        whole = self._versions_tell and all(len(nodes) == 1 for nodes in self._lead.evaluators)
         for effect in effects:
             # The partitions of a cut evaluator fetch each for itself, and one of them answers.
             if isinstance(effect, Save) and effect.cut.final and whole:
@@ -276,6 +278,8 @@ class Leader(ABC):
                 return effects + self._final_evaluation()
             self._final_measured = True
             return effects + self._finish_if_complete(now)
+        if self._phase is not Phase.RUNNING:
+            return effects  # what ends a run is the first reason: a signal is not undone
         target = self._lead.stop.test_accuracy
         if target is not None and measured.accuracy is not None and measured.accuracy >= target:
             effects += self._halt(now, push=True, status="done", reason="test_accuracy")
@@ -338,5 +342,5 @@ class Leader(ABC):
         effects: Effects = [Send(to, m) for to, m in self._evaluations.pending().items()]
         effects += self._gone()
         if self._phase is Phase.MEASURING:
-            return effects + self._checkpoints.ask_again()
+            effects += self._checkpoints.ask_again()
         return effects + self._say_again(now)

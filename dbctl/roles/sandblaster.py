@@ -58,6 +58,8 @@ class _Replica:
 
 
 class Sandblaster(Leader):
+    _versions_tell = False  # a version is an evaluation, and the accepted point is of the same one
+
     def __init__(self, start: SandblasterStart) -> None:
         self.figures: BatchFigures = BatchFigures(
             len(start.workers),
@@ -77,6 +79,7 @@ class Sandblaster(Leader):
         self._request: Evaluate | None = None
         self._allocation: Allocation | None = None  # while bundles are computed
         self._held = False  # at the end of an iteration, until its cut has come from all shards
+        self._at_rest: set[str] = set()  # workers that have halted, in the end
         self._cut_wanted = False
         self._outside_s = 0.0  # time in which nothing was evaluated: commands, cuts
         self._outside_since = 0.0
@@ -94,7 +97,17 @@ class Sandblaster(Leader):
 
     def _begin(self, now: float) -> Effects:
         self._outside_since = now
+        if self.state is not None and (reason := self._stop_reached()):
+            self._status, self._reason = "max_iterations", reason
+            return self._rest(now)
         return self._advance(now, None)
+
+    def _stop_reached(self) -> str:
+        """The key of `stop` that the iterations done so far have reached, or nothing."""
+        stop, figures = self._start.stop, self.figures
+        if stop.steps is not None and figures.steps >= stop.steps:
+            return "steps"
+        return "epochs" if stop.epochs is not None and figures.epochs >= stop.epochs else ""
 
     def _advance(self, now: float, answer: Any) -> Effects:
         """Gives the method its answer, and carries out what it asks for next."""
@@ -144,16 +157,12 @@ class Sandblaster(Leader):
             "outside_s": self._outside_s,
         }
         effects: Effects = [Record("iteration", fields)]
-        stop, figures = self._start.stop, self.figures
-        if self._phase is Phase.RUNNING:
-            if stop.steps is not None and figures.steps >= stop.steps:
-                effects += self._halt(now, push=True, status="max_iterations", reason="steps")
-            elif stop.epochs is not None and figures.epochs >= stop.epochs:
-                effects += self._halt(now, push=True, status="max_iterations", reason="epochs")
+        if self._phase is Phase.RUNNING and (reason := self._stop_reached()):
+            effects += self._halt(now, push=True, status="max_iterations", reason=reason)
         self._held = True
         if self._phase is Phase.RUNNING:
             effects += self._evaluate_if_due(now)
-            if self._checkpoints.is_due(now, figures) or self._cut_wanted:
+            if self._checkpoints.is_due(now, self.figures) or self._cut_wanted:
                 self._cut_wanted = False
                 return effects + self._checkpoints.ask_between()
         return effects + self._let_go(now)
@@ -182,6 +191,8 @@ class Sandblaster(Leader):
             return []
         if sender.node == self._start.workers[replica][0]:
             self.figures.report(now, replica, report)
+        if report.state == "halted":
+            self._at_rest.add(sender.node)
         fields = worker_fields(sender.node, report, figures=self.figures)
         # No fault: the line search tried a point that is too far.
         fields["not_finite"] = fields.pop("refused")
@@ -277,12 +288,17 @@ class Sandblaster(Leader):
                 bundle = self._allocation.next(number)
                 if bundle is not None:
                     replica.n_orders += 1
-                    sample = self.figures.iteration + 1 if self._start.sampled else 0
-                    order = Order(replica.n_orders, self._evaluation, bundle, sample)
+                    order = Order(replica.n_orders, self._evaluation, bundle, self._sample())
                     replica.orders.append(order)
                     news.add(number)
                     given = True
         return [effect for n in sorted(news) for effect in self._tell(self._replicas[n])]
+
+    def _sample(self) -> int:
+        """A new one after each Iterated, also that of iteration 0 (optim/iteration.py)."""
+        if not self._start.sampled:
+            return 0
+        return 1 if self.state is None else self.figures.iteration + 2
 
     def _tell(self, replica: _Replica) -> Effects:
         return [self._work(replica, worker) for worker in replica.workers]
@@ -295,6 +311,7 @@ class Sandblaster(Leader):
 
     def _lost(self, now: float, replica: int) -> None:
         self._replicas[replica].orders.clear()
+        self._replicas[replica].done.clear()
         if self._allocation is not None:
             self._allocation.lose(replica)
 
@@ -341,6 +358,11 @@ class Sandblaster(Leader):
         return [*told, *self._measure(now)]
 
     def _say_again(self, now: float) -> Effects:
+        if self._phase is Phase.MEASURING:
+            busy = [w for n in self.live() for w in self._replicas[n].workers]
+            return [
+                self._work(self._replicas[replica_of(w)], w) for w in busy if w not in self._at_rest
+            ]
         effects = self._commands.again()
         if self._held:
             effects += self._checkpoints.ask_again()

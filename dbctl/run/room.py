@@ -16,8 +16,10 @@ from pathlib import Path
 
 from dbctl.data.sources import Source
 from dbctl.errors import LaunchError
-from dbctl.plan import ITEM_BYTES, LOCALHOST, PROCESS_BYTES, Plan
+from dbctl.experiment.specs import SandblasterSpec
+from dbctl.plan import ITEM_BYTES, LOCALHOST, PROCESS_BYTES, Plan, method_vectors
 from dbctl.process import raise_descriptor_limit
+from dbctl.region import Range
 
 MEMINFO = Path("/proc/meminfo")
 HOST = "localhost"
@@ -115,6 +117,12 @@ def files_needed(plan: Plan) -> tuple[str, int]:
         found[node.node] += (plan.cut.count - 1) * a_partner
         for span in shards:
             of_shard[span.node] += SHARD_FILES_A_READER
+    optimizer = plan.experiment.optimizer
+    if isinstance(optimizer, SandblasterSpec):
+        for span in plan.shards:
+            held = Range(span.start, span.stop)
+            slices = sum(bool(plan.cut.span(p).intersection(held)) for p in range(plan.cut.count))
+            of_shard[span.node] += slices * method_vectors(optimizer)
     found |= of_shard
     most = max(found, key=lambda name: found[name])
     return most, found[most]
