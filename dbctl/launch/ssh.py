@@ -208,7 +208,7 @@ class _Attempt:
             self.fields = self.ready.feed(os.read(self.fd(), 65536))
         except NotReady as error:
             assert self.process is not None
-            self._let_go()
+            self.let_go()
             try:
                 status: int | None = self.process.wait(1.0)
             except subprocess.TimeoutExpired:
@@ -241,7 +241,7 @@ class _Attempt:
             log_tail=said,
         )
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Its standard input ends, and with it the agent."""
         if self.process is not None:
             for pipe in (self.process.stdin, self.process.stdout):
@@ -250,7 +250,7 @@ class _Attempt:
 
     def end(self, timeout_s: float) -> None:
         """Waits for ssh, which waits for the agent; else kills ssh: the agent's input has ended."""
-        self._let_go()
+        self.let_go()
         if self.process is not None:
             try:
                 self.process.wait(timeout_s)
@@ -375,7 +375,7 @@ class SshLauncher:
     def stop(self, timeout_s: float) -> None:
         """First all are let go, then each is waited for."""
         for attempt in self._attempts:
-            attempt._let_go()
+            attempt.let_go()
         deadline = time.monotonic() + timeout_s
         for attempt in self._attempts:
             attempt.end(max(0.0, deadline - time.monotonic()))
