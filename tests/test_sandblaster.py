@@ -20,10 +20,11 @@ from dbctl.optim.batch import LineSearchSpec
 from dbctl.optim.lbfgs import lbfgs
 from dbctl.region import Range
 from dbctl.roles.base import Done
+from dbctl.roles.leader import Phase
 from dbctl.roles.sandblaster import Sandblaster
 from dbctl.run.methods import state_vectors
 from dbctl.wire import Message, Peer
-from dbctl.wire_batch import Computed
+from dbctl.wire_batch import Computed, Work
 from tests.inproc_run import LIMIT_S, InprocRun, begin, go_on
 
 ROWS = 400
@@ -419,15 +420,22 @@ def test_checkpoints_by_the_clock_wait_for_the_end_of_an_iteration(tmp_path: Pat
     assert run.saved[-1] == 20
 
 
-def test_workers_come_to_rest_at_the_end(tmp_path: Path) -> None:
-    """A halt that is lost is said again."""
-    faults = Faults(drop=0.2, step_s=0.01)
-    _, run = begin(TEXT, tmp_path / "run", overrides=["replicas=3"], faults=faults)
+def test_workers_are_told_to_rest_until_they_say_that_they_do(tmp_path: Path) -> None:
+    """A halt that is lost is said again while the end is measured, and no longer than needed."""
+    _, run = begin(TEXT, tmp_path / "run", overrides=["replicas=2", "stop.steps=2"])
+    lead, told = leader(run), []
+
+    def watch(now: float, sender: Peer, to: str, message: Message) -> None:
+        if isinstance(message, Work) and message.halt:
+            told.append(to)
+
+    run.net._watch = watch
     assert run.run().status == "max_iterations"
-    lead = leader(run)
-    for worker in ("worker-0.0", "worker-1.0", "worker-2.0"):
-        work = [e.message for e in lead._say_again(0.0) if e.to == worker]
-        assert all(message.halt for message in work)
+    assert set(told) == {"worker-0.0", "worker-1.0"}
+    lead._phase = Phase.MEASURING  # as if the disk were slow
+    again = [effect.to for effect in lead._say_again(0.0)]
+    rested = {f["node"] for r in run.records if (f := r.fields).get("state") == "halted"}
+    assert set(again) == {"worker-0.0", "worker-1.0"} - rested
 
 
 def test_a_signal_is_not_undone_by_a_measurement(tmp_path: Path) -> None:
