@@ -17,7 +17,7 @@ from dbctl.wire_logs import LogMessage
 
 AnyMessage = wire.AnyMessage | BatchMessage | LogMessage
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEADER_BYTES = 64 << 10
 PIECE_BYTES = 1 << 20
 

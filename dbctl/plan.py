@@ -20,6 +20,7 @@ from dbctl.experiment.specs import (
     SandblasterSpec,
     SshCluster,
 )
+from dbctl.keys import Tcp
 from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.network import tensors
 from dbctl.model.tensor import Tensor
@@ -63,6 +64,9 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     position: Position = BEGINNING
     split: str = "test"
     training: bool = True  # False: `dbctl eval`
+    starts: tuple[int | None, ...] = ()  # of a shard: where each partition's slice begins
+    tcp: Tcp | None = None  # None: all that it talks to are on its own host
+    far: tuple[str, ...] = ()  # what is on another host and reached through the agents
     bulk: str = "memory"  # inline: the controller cannot map this host's memory
     factory: str = ""  # tests: module:function that builds the role instead of dbctl's own
 
@@ -114,6 +118,14 @@ class Plan:
     def held_by(self, partition: int) -> tuple[ShardSpan, ...]:
         """What a partition shares with each shard: one range where they meet."""
         return spans_within(self.shards, self.cut.span(partition))
+
+    def starts_in(self, shard: str) -> tuple[int | None, ...]:
+        """Where each partition's slice begins in a shard; None where they do not meet."""
+        found = (
+            [span.start for span in self.held_by(partition) if span.node == shard]
+            for partition in range(self.cut.count)
+        )
+        return tuple(starts[0] if starts else None for starts in found)
 
     def bytes_a_step(self) -> tuple[int, int]:
         """Bytes that one replica fetches and pushes for one step, on average.

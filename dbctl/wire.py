@@ -317,16 +317,18 @@ class Filed(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """A node listens on `endpoint` and its role is built."""
+    """A node listens on `endpoint` and its role is built; for other hosts on `tcp_endpoint`."""
 
     endpoint: str
     pid: int
+    tcp_endpoint: str = ""
 
 
 class Peers(Message, frozen=True):
-    """Where the nodes that this one talks to listen: (node, incarnation, endpoint)."""
+    """Where those listen that this node talks to, and the TCP keys in force from now on."""
 
-    nodes: tuple[tuple[str, int, str], ...]
+    nodes: tuple[tuple[str, int, str], ...]  # (node, incarnation, endpoint)
+    keys: tuple[tuple[str, int, str], ...] = ()  # (node, incarnation, public key)
 
 
 class Beat(Message, frozen=True):

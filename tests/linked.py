@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from dbctl.envelope import Envelope, encode
+from dbctl.envelope import PROTOCOL_VERSION, Envelope, encode
 from dbctl.transport.link import Link
 from dbctl.wire import Beat, Message, Peer, Position, Push
 
@@ -90,5 +90,11 @@ class Stranger:
         self.socket.send_multipart(frames)
 
     def say(self, message: Any, *more: bytes, **changes: Any) -> None:
-        given = {"version": 1, "run": RUN, "sender": "x", "incarnation": 1, "to": "shard-0"}
+        given = {
+            "version": PROTOCOL_VERSION,
+            "run": RUN,
+            "sender": "x",
+            "incarnation": 1,
+            "to": "shard-0",
+        }
         self.send(encode(Envelope(message=message, **(given | changes))), *more)

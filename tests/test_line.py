@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from linked import RUN, Make, arrive, folder, make, until
 
-from dbctl.envelope import Envelope, Inline, encode
+from dbctl.envelope import PROTOCOL_VERSION, Envelope, Inline, encode
+from dbctl.keys import Tcp
 from dbctl.roles.base import PlainBuffer, View
 from dbctl.transport.line import Line
 from dbctl.transport.link import Link
@@ -217,7 +218,9 @@ def test_what_is_no_partners_word_is_dropped_and_counted(make: Make) -> None:
     _, second = two(make)
     buffer = SharedBuffer(4, "<f4")
     shared = describe(View(buffer, 0, 3))
-    good = Envelope(1, RUN, "worker-0.0", 1, "worker-0.1", Boxes(1, "states", 0), shared)
+    good = Envelope(
+        PROTOCOL_VERSION, RUN, "worker-0.0", 1, "worker-0.1", Boxes(1, "states", 0), shared
+    )
     fields = {f: getattr(good, f) for f in good.__struct_fields__}
     ended = SharedBuffer(4, "<f4")
     liar = describe(View(ended, 0, 3))
@@ -272,6 +275,7 @@ def test_who_is_not_connected_is_heard_as_by_a_socket(make: Make) -> None:
 def test_a_link_that_listens_on_tcp_or_not_at_all_has_no_line(make: Make, folder: Path) -> None:
     make("worker-0.0", listens=False)
     assert not list(folder.iterdir())
-    with Link(run=RUN, node="shard-0", incarnation=1, listen="tcp://127.0.0.1:0") as link:
-        link.connect("worker-0.1", 1, link.endpoint)
+    tcp = Tcp(address="127.0.0.1", keys=(("worker-0.1", 1, ""),))
+    with Link(run=RUN, node="shard-0", incarnation=1, listen=None, tcp=tcp) as link:
+        link.connect("worker-0.1", 1, link.tcp_endpoint)
         assert not link._line.send("worker-0.1", b"x")

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from dbctl.keys import KeyRow
 from dbctl.launch.base import python_command, python_environment
 from dbctl.node.loop import Ended, Loop, build_role
 from dbctl.plan import NodeSpec
@@ -28,6 +29,7 @@ class ScriptedLink:
     """Hands out one batch a call of `receive`; what the loop does to it is in `story`, in order."""
 
     endpoint = "ipc:///x/me.1.sock"
+    tcp_endpoint = "tcp://10.0.0.1:4000"
 
     def __init__(self, *batches: list[tuple[Peer, Message]]) -> None:
         self.batches = list(batches)
@@ -47,6 +49,10 @@ class ScriptedLink:
 
     def connect(self, node: str, incarnation: int, endpoint: str) -> None:
         self.story.append(("connect", node, incarnation, endpoint))
+
+    def replace_keys(self, rows: tuple[KeyRow, ...]) -> None:
+        if rows:
+            self.story.append(("keys", rows))
 
     def forget(self, peer: Peer) -> None:
         self.story.append(("forget", *peer))
@@ -85,7 +91,7 @@ def run(link: ScriptedLink, role: Any) -> Ended:
 def test_ready_is_said_first_and_with_it_where_the_node_listens() -> None:
     link = ScriptedLink([PEERS, FINISH])
     assert run(link, ScriptedRole(link)).status == EXIT_DONE
-    assert link.story[0] == ("controller", Ready("ipc:///x/me.1.sock", os.getpid()))
+    assert link.story[0] == ("controller", Ready(link.endpoint, os.getpid(), link.tcp_endpoint))
 
 
 def test_peers_are_connected_before_the_role_starts_whatever_came_first() -> None:
@@ -96,6 +102,14 @@ def test_peers_are_connected_before_the_role_starts_whatever_came_first() -> Non
         "start",
         ("receive", "worker-0.0", Cut(1)),
     ]
+
+
+def test_the_list_of_keys_is_in_force_before_anybody_is_connected_to() -> None:
+    rows = (("shard-0", 2, "key"),)
+    peers = Peers((("shard-0", 2, "tcp://10.0.0.2:4000"),), rows)
+    link = ScriptedLink([(CONTROLLER, peers)], [FINISH])
+    run(link, ScriptedRole(link))
+    assert link.story[1:3] == [("keys", rows), ("connect", "shard-0", 2, "tcp://10.0.0.2:4000")]
 
 
 def test_a_node_does_not_connect_to_itself() -> None:

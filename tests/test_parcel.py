@@ -83,7 +83,7 @@ def test_serials_grow() -> None:
 
 
 def test_what_a_peer_says_cannot_act_on_a_terminal() -> None:
-    header = encode(Envelope(1, "\x1b[2J\n" + "é" * 500, "x", 1, "y", Ack(1, 1, 1)))
+    header = encode(Envelope(PROTOCOL_VERSION, "\x1b[2J\n" + "é" * 500, "x", 1, "y", Ack(1, 1, 1)))
     with pytest.raises(Refused) as caught:
         unpack([memoryview(header)], RUN)
     assert caught.value.kind == "run"
@@ -97,11 +97,11 @@ def test_header_of_every_message_fits() -> None:
     row = wire.WorkerRow("worker-100.100", 3, 1 << 40, Position(1 << 40, 1 << 20, 1 << 20))
     staleness = tuple(("worker-100.100", s, 1 << 30) for s in range(MAX_STALENESS_COUNTS))
     report = wire.ShardReport(1, 1 << 40, 1 << 40, 1 << 50, 1 << 50, 0, (row,) * 200, staleness)
-    header = encode(Envelope(1, RUN, "shard-100.100", 1, "controller", report))
+    header = encode(Envelope(PROTOCOL_VERSION, RUN, "shard-100.100", 1, "controller", report))
     assert len(header) <= HEADER_BYTES == 64 << 10
     assert msgspec.msgpack.decode(header)
 
 
 def test_a_header_that_no_receiver_would_take_is_a_defect_of_its_sender() -> None:
     with pytest.raises(AssertionError, match=r"Failed of 7.* bytes, expected 65536"):
-        encode(Envelope(1, RUN, "x", 1, "y", wire.Failed("x" * 70_000)))
+        encode(Envelope(PROTOCOL_VERSION, RUN, "x", 1, "y", wire.Failed("x" * 70_000)))

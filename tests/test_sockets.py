@@ -12,6 +12,7 @@ import zmq
 
 from dbctl.envelope import PIECE_BYTES
 from dbctl.errors import LaunchError
+from dbctl.keys import Tcp
 from dbctl.transport import sockets
 
 
@@ -84,7 +85,7 @@ def test_a_send_to_nobody_does_not_block(context: zmq.Context, folder: Path) -> 
 
 
 def test_tcp_port_0_gives_the_real_endpoint(context: zmq.Context) -> None:
-    _, endpoint = sockets.open_router(context, "tcp://127.0.0.1:0", node="n")
+    _, endpoint = sockets.open_router(context, "tcp://127.0.0.1:0", node="n", tcp=Tcp())
     assert int(endpoint.rpartition(":")[2]) > 0
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch import ssh
@@ -181,7 +182,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
 READY = (
     f'echo \'READY {{"endpoint": "ipc:///x", "python": "/p", "version": "{ssh.dbctl.__version__}", '
-    '"protocol": 1}\''
+    f'"protocol": {PROTOCOL_VERSION}}}\''
 )
 
 

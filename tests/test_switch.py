@@ -14,7 +14,8 @@ import pytest
 import zmq
 from linked import RUN, WAIT_S, Make, Stranger, arrive, folder, make, pair, push, until
 
-from dbctl.envelope import Envelope, Inline, Shared, encode
+from dbctl.envelope import PROTOCOL_VERSION, Envelope, Inline, Shared, encode
+from dbctl.keys import Tcp
 from dbctl.roles.base import View
 from dbctl.transport.link import Link
 from dbctl.transport.memory import SharedBuffer
@@ -143,7 +144,7 @@ HERE = Shared(os.getpid(), 0, 1, 1 << 40, 0, 1 << 30, "<f4")
 
 
 def nested(depth: int) -> bytes:
-    header = encode(Envelope(1, RUN, "x", 1, "shard-0", Params(1, 1, 1, 1, 1, 1)))
+    header = encode(Envelope(PROTOCOL_VERSION, RUN, "x", 1, "shard-0", Params(1, 1, 1, 1, 1, 1)))
     at = header.rindex(b"\xc0\xc0")
     return header[:at] + b"\x91" * depth + header[at:]
 
@@ -154,7 +155,7 @@ class Bomb:
 
 
 def hostile() -> dict[str, tuple[str, Callable[[Stranger], None]]]:
-    good = encode(Envelope(1, RUN, "x", 1, "shard-0", ACK))
+    good = encode(Envelope(PROTOCOL_VERSION, RUN, "x", 1, "shard-0", ACK))
     inline = Inline(1, 0, 1, 4, "<f4")
     return {
         "random": ("undecodable", lambda s: s.send(os.urandom(300))),
@@ -167,7 +168,7 @@ def hostile() -> dict[str, tuple[str, Callable[[Stranger], None]]]:
         "json": ("undecodable", lambda s: s.send(b'{"version": 1}')),
         "frames": ("frames", lambda s: s.send(good, b"a", b"b", b"c")),
         "header": ("header", lambda s: s.send(bytes(70_000))),
-        "version": ("version", lambda s: s.say(ACK, version=2)),
+        "version": ("version", lambda s: s.say(ACK, version=PROTOCOL_VERSION + 1)),
         "run": ("run", lambda s: s.say(ACK, run="other")),
         "no name": ("sender", lambda s: s.say(ACK, sender="")),
         "long name": ("sender", lambda s: s.say(ACK, sender="x" * 1_000)),
@@ -260,7 +261,9 @@ def test_bytes_that_are_not_zeromq_cost_nothing(make: Make) -> None:
 def test_every_message_decodes_from_noise_or_is_refused(make: Make) -> None:
     """One byte of a good header flipped at a time: delivered or dropped, the thread lives."""
     shard = make("shard-0")
-    good = encode(Envelope(1, RUN, "x", 1, "shard-0", push(None), Inline(1, 0, 1, 4, "<f4")))
+    good = encode(
+        Envelope(PROTOCOL_VERSION, RUN, "x", 1, "shard-0", push(None), Inline(1, 0, 1, 4, "<f4"))
+    )
     with Stranger(shard.endpoint) as stranger:
         for at in range(len(good)):
             for value in (0x00, 0xC1, 0xDD, 0xFF):
@@ -283,11 +286,13 @@ def test_commands_are_allowed_by_role(make: Make) -> None:
 
 def test_memory_of_another_host_is_refused(folder: Path, make: Make) -> None:
     """Over tcp a pid means nothing here."""
-    link = Link(run=RUN, node="shard-0", incarnation=1, listen="tcp://127.0.0.1:0")
+    tcp = Tcp(address="127.0.0.1", keys=(("worker-0.0", 1, ""),))
+    link = Link(run=RUN, node="shard-0", incarnation=1, listen=None, tcp=tcp)
     buffer = SharedBuffer(10, "<f4")
     with link:
-        worker = make("worker-0.0")
-        worker.connect("shard-0", 1, link.endpoint)
+        worker = make("worker-0.0", tcp=Tcp(keys=(("shard-0", 1, ""),)))
+        worker._packer.far = frozenset()
+        worker.connect("shard-0", 1, link.tcp_endpoint)
         worker.send("shard-0", push(View(buffer, 0, 10)))
         until(lambda: link.counts == {"payload": 1})
     buffer.close()

@@ -84,8 +84,8 @@ def test_a_payload_is_taken_out_and_put_back() -> None:
 
 
 def test_another_version_is_told_from_nonsense() -> None:
-    with pytest.raises(VersionError, match=f"protocol 2, expected {PROTOCOL_VERSION}"):
-        decode(encode(envelope(Ack(1, 2, 3), version=2)))
+    with pytest.raises(VersionError, match=f"protocol 1, expected {PROTOCOL_VERSION}"):
+        decode(encode(envelope(Ack(1, 2, 3), version=1)))
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ def test_another_version_is_told_from_nonsense() -> None:
     [
         None,
         [],
-        [1, "r", "a", 1, "b", ["Unheard", 1], None],
-        [1, "r", "a", 1, "b", ["Ack", 1], None],
-        [1, "r", "a", 1, "b", ["Ack", 1, "2", 3], None],
-        [1, "r", "a", "1", "b", ["Ack", 1, 2, 3], None],
-        [1, "r", "a", 1, "b", ["Ack", 1, 2, 3], ["Unheard"]],
+        [PROTOCOL_VERSION, "r", "a", 1, "b", ["Unheard", 1], None],
+        [PROTOCOL_VERSION, "r", "a", 1, "b", ["Ack", 1], None],
+        [PROTOCOL_VERSION, "r", "a", 1, "b", ["Ack", 1, "2", 3], None],
+        [PROTOCOL_VERSION, "r", "a", "1", "b", ["Ack", 1, 2, 3], None],
+        [PROTOCOL_VERSION, "r", "a", 1, "b", ["Ack", 1, 2, 3], ["Unheard"]],
     ],
 )
 def test_what_is_no_envelope_is_refused_with_its_reason(value: object) -> None:
-    with pytest.raises(WireError, match="not a message of protocol 1: "):
+    with pytest.raises(WireError, match=f"not a message of protocol {PROTOCOL_VERSION}: "):
         decode(msgspec.msgpack.encode(value))
 
 

@@ -27,6 +27,7 @@ from typing import NoReturn, cast
 
 from dbctl.plan import NodeSpec
 from dbctl.process import EXIT_DONE, EXIT_FAILED, EXIT_FENCED, EXIT_ORPHANED, beat_s, log, one_line
+from dbctl.rights import Rights
 from dbctl.roles.base import Allocate, Done, Effects, Role, Send
 from dbctl.transport.link import Link
 from dbctl.transport.memory import allocate
@@ -65,6 +66,11 @@ def run_node(spec: NodeSpec) -> int:
         bulk=spec.bulk,
         # Two of the largest payloads in assembly, where payloads do not go through shared memory.
         assembly_bytes=max(64 << 20, 16 * max((s.stop - s.start for s in spec.shards), default=0)),
+        tcp=spec.tcp,
+        far=spec.far,
+        allow=Rights(
+            spec.node, partners=[name for _, name in spec.partners], starts=spec.starts
+        ).may,
         on_trouble=partial(log, spec.node),
     )
     link.start()
@@ -123,7 +129,7 @@ class Loop:
 
     def _join(self) -> list[tuple[Peer, Message]]:
         """Says Ready until somebody speaks; gives back what was said, Peers already followed."""
-        ready = Ready(self.link.endpoint, os.getpid())
+        ready = Ready(self.link.endpoint, os.getpid(), self.link.tcp_endpoint)
         while True:
             self._check()
             self.link.send(CONTROLLER, ready)
@@ -169,6 +175,7 @@ class Loop:
         if peer.node != CONTROLLER:
             log(self.node, f"ignored Peers of {peer}: only the controller sends it")
             return
+        self.link.replace_keys(peers.keys)
         for node, incarnation, endpoint in peers.nodes:
             if node != self.node:
                 self.link.connect(node, incarnation, endpoint)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from dbctl.errors import LaunchError
+from dbctl.keys import KeyRow
 from dbctl.process import tail
 from dbctl.wire import Beat, Exited, Finish, Kill, Message, Peers, Ready, Start
 
@@ -31,10 +32,13 @@ class Node:
     talks_to: Sequence[str]
     host: str = "localhost"
     partners: Sequence[str] = ()  # the other partitions of its replica
+    public: str = ""  # its key; "" without encryption
+    apart: Sequence[str] = ()  # nodes of other hosts that it talks to, or that talk to it
     needed: bool = True  # the run begins when all that are needed are ready
     ordered_at: float | None = None
     first_ordered_at: float = 0.0
     endpoint: str = ""
+    tcp_endpoint: str = ""
     pid: int = 0
     beat_at: float = 0.0
     has_beaten: bool = False
@@ -76,8 +80,9 @@ class Nodes:
         if node is None:
             return []
         match message:
-            case Ready(endpoint, pid):
+            case Ready(endpoint, pid, tcp_endpoint):
                 node.endpoint, node.pid, node.beat_at = endpoint, pid, now
+                node.tcp_endpoint = tcp_endpoint
                 node.has_beaten = True
                 return self._introduce_late(name) if self.ready else []
             case Beat():
@@ -90,7 +95,7 @@ class Nodes:
                     if node.ended_with:
                         word = f"its replica ended with {node.ended_with}"
                     node.exited = replace(message, word=word)
-                return self._end_partners(now, name)
+                return self._end_partners(now, name) + self._shut_out(name)
         return []
 
     def _end_partners(self, now: float, name: str) -> Sends:
@@ -103,6 +108,13 @@ class Nodes:
                 partner.kill_at = now + REPEAT_S
                 sends.append((partner.agent, Kill(other, partner.order.incarnation)))
         return sends
+
+    def _shut_out(self, name: str) -> Sends:
+        """Nodes of other hosts that let it in: its key is in their list no more."""
+        if not self.ready:
+            return []
+        told = (n for n, other in self.nodes.items() if name in other.apart and other.alive)
+        return [send for n in told if self.nodes[n].endpoint for send in self._introduce(n)]
 
     def begin(self, now: float) -> Sends:
         """All needed are ready: introduces them, and starts the others."""
@@ -120,9 +132,16 @@ class Nodes:
         node = self.nodes[name]
         others = [(n, self.nodes[n]) for n in node.talks_to]
         known = tuple(
-            (n, other.order.incarnation, other.endpoint) for n, other in others if other.endpoint
+            (n, other.order.incarnation, other.tcp_endpoint if n in node.apart else other.endpoint)
+            for n, other in others
+            if other.endpoint
         )
-        return [(name, Peers(known))]
+        return [(name, Peers(known, self._keys(node)))]
+
+    def _keys(self, node: Node) -> tuple[KeyRow, ...]:
+        """Of every life of another host that talks to this node: what is over is not in it."""
+        others = ((n, self.nodes[n]) for n in node.apart)
+        return tuple((n, o.order.incarnation, o.public) for n, o in others if o.alive)
 
     def step(self, now: float) -> Sends:
         """Orders again what has not answered; kills what has not beaten for a lease."""

@@ -22,6 +22,7 @@ from dbctl.errors import DbctlError, LaunchError
 from dbctl.launch.base import AgentHandle, Launcher
 from dbctl.logs import LogFiles
 from dbctl.process import beat_s
+from dbctl.rights import Rights
 from dbctl.roles.base import Done, Effects, Record, Save, Send
 from dbctl.roles.leader import Leader
 from dbctl.run.nodes import Node, Nodes, died
@@ -119,6 +120,7 @@ class Session:
                 listen=None,
                 lease_s=self._lease_s,
                 beat_s=beat_s(self._lease_s),
+                allow=Rights(CONTROLLER).may,
             )
             self._link.answer_beats = True
             self._link.start()

@@ -24,18 +24,19 @@ from dbctl.plan import (
     ITEM_BYTES,
     METHOD_VECTORS,
     STATE_VECTORS,
-    NodePlan,
     NodeSpec,
     Plan,
     make_plan,
 )
 from dbctl.run.nodes import Node
+from dbctl.run.wiring import Wiring, ends_of, one_host, partners_of, talks_to
 from dbctl.rundir import RunDir
 from dbctl.wire import BEGINNING, Position
 
 LEASE_S = 10.0
 STATISTICS = "standardize.npz"
 EVALUATOR_NICE = 5
+INCARNATION = 1  # of every node: none is started again yet
 SENT_CUT_BYTES = 8 << 20  # what two agents' queues hold, of the bulk that they pass on
 
 
@@ -143,11 +144,14 @@ def make_nodes(
     split: str = "test",
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
+    wiring: Wiring | None = None,
 ) -> dict[str, Node]:
     """An order for each node of the plan, to the agent of its host.
 
-    `factories`: role -> module:function, for tests.
+    `wiring`: which nodes share a host; without it all do. `factories`: role -> module:function, for
+    tests.
     """
+    ends = ends_of(plan, wiring or one_host(plan), incarnation=INCARNATION)
     by_host = {agent.host: agent for agent in agents}
     for agent in agents:
         _check_cuts(plan, agent)
@@ -160,7 +164,7 @@ def make_nodes(
             run=run,
             node=node.node,
             role=node.role,
-            incarnation=1,
+            incarnation=INCARNATION,
             runtime=agent.runtime,
             agent=agent.inside,
             lease_s=lease_s,
@@ -169,13 +173,16 @@ def make_nodes(
             shards=plan.shards if node.role == "shard" else plan.held_by(node.partition),
             replica=node.replica,
             partition=node.partition,
-            partners=_partners(plan, node),
+            partners=partners_of(plan, node),
             restore=origin.restore,
             initialize=origin.initialize,
             statistics=str(statistics_path) if statistics_path.exists() else "",
             position=origin.positions.get(node.replica, BEGINNING),
             split=split,
             training=bool(plan.of_role("worker")),
+            starts=plan.starts_in(node.node) if node.role == "shard" else (),
+            tcp=ends[node.node].tcp,
+            far=ends[node.node].far,
             bulk="memory" if agent.shares_memory else "inline",
             factory=(factories or {}).get(node.role, ""),
         )
@@ -184,8 +191,10 @@ def make_nodes(
             order=start_order(spec, nice=nice, python=agent.python),
             agent=agent.name,
             host=node.host,
-            talks_to=_talks_to(plan, node),
-            partners=[name for _, name in _partners(plan, node)],
+            talks_to=talks_to(plan, node),
+            partners=[name for _, name in partners_of(plan, node)],
+            apart=ends[node.node].apart,
+            public=spec.tcp.public if spec.tcp is not None else "",
             needed=node.role != "evaluator" or not plan.of_role("worker"),
         )
     return nodes
@@ -204,23 +213,3 @@ def _check_cuts(plan: Plan, agent: AgentHandle) -> None:
             "cannot be yet; take a smaller network",
             host=agent.host,
         )
-
-
-def _partners(plan: Plan, node: NodePlan) -> tuple[tuple[int, str], ...]:
-    """The other partitions of the same replica or evaluator."""
-    return tuple(
-        (other.partition, other.node)
-        for other in plan.of_role(node.role)
-        if other.replica == node.replica and other.partition != node.partition
-    )
-
-
-def _talks_to(plan: Plan, node: NodePlan) -> tuple[str, ...]:
-    """Only the shards that hold its ranges, and its replica's other partitions.
-
-    A shard answers on the way it was asked.
-    """
-    if node.role == "shard":
-        return ()
-    shards = [span.node for span in plan.held_by(node.partition)]
-    return (*shards, *(name for _, name in _partners(plan, node)))

@@ -52,9 +52,11 @@ from dbctl.run.setting import (
     resolve_threads,
 )
 from dbctl.run.signals import Signals
+from dbctl.run.wiring import Wiring, one_host
 from dbctl.rundir import RunDir, RunInfo, create
 
 FINISHED = ("done", "converged", "max_iterations")
+UNENCRYPTED = "encryption is off: whoever reaches these hosts can read and change the parameters"
 EXIT_CODES = {
     **dict.fromkeys(FINISHED, 0),
     "failed": 1,
@@ -78,8 +80,12 @@ def train(
     display: Display,
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
+    wire: Callable[[Plan], Wiring] = one_host,
 ) -> int:
-    """A new run; its exit status. DbctlError where it cannot begin."""
+    """A new run; its exit status. DbctlError where it cannot begin.
+
+    `wire` says which nodes share a host.
+    """
     with Signals() as signals:
         experiment = resolve_threads(load(path, overrides))
         train_data, test_data = open_data(experiment)
@@ -99,7 +105,7 @@ def train(
                 text = f"parameters begin as those of {experiment.initialize_from}"
                 display.event("initialize", text, {"path": initial})
             life = Life(plan, directory, display, origin=origin, data=data)
-            return life.run(signals, lease_s=lease_s, factories=factories)
+            return life.run(signals, lease_s=lease_s, factories=factories, wire=wire)
 
 
 def _settled(
@@ -142,6 +148,7 @@ class Life:
         *,
         lease_s: float = LEASE_S,
         factories: Mapping[str, str] | None = None,
+        wire: Callable[[Plan], Wiring] = one_host,
     ) -> int:
         with contextlib.ExitStack() as at_end:
             at_end.callback(self.display.close)
@@ -170,6 +177,9 @@ class Life:
                 save=self.save,
                 log_path=lambda node: str(self.run_dir.log_path(node)),
             )
+            wiring = wire(self.plan)
+            if wiring.address_of and not wiring.encrypted:
+                self.display.warn(UNENCRYPTED)
             records.append(
                 "start",
                 run=self.run_id,
@@ -185,6 +195,7 @@ class Life:
                 origin=self.origin,
                 lease_s=lease_s,
                 factories=factories,
+                wiring=wiring,
             )
             try:
                 outcome = session.run(nodes, self._make_saver)

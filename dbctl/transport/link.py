@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,10 +26,12 @@ from types import TracebackType
 
 from dbctl.envelope import Envelope, Shared, with_payload
 from dbctl.errors import PeerError
+from dbctl.keys import KeyRow, Tcp
 from dbctl.transport.line import Line
 from dbctl.transport.memory import Mappings, has_memfd
 from dbctl.transport.parcel import Packer, Refused, unpack
-from dbctl.transport.switch import Settings, Switch
+from dbctl.transport.settings import Settings
+from dbctl.transport.switch import Switch
 from dbctl.wire import Boxes, Message, Peer
 
 MAX_UNREAD = 4096
@@ -43,8 +45,11 @@ _log = logging.getLogger("dbctl.link")
 class Link:
     """One process's way to all others.
 
-    `run`, `node`, `incarnation`: who this is, in every header. `listen`: where others connect
-    (ipc:// in a 0700 directory, or tcp:// with port 0); None for a process that only connects.
+    `run`, `node`, `incarnation`: who this is, in every header. `listen`: where others of this host
+    connect (ipc:// in a 0700 directory); None for a process that only connects. `tcp`: address and
+    keys for those of other hosts (`tcp_endpoint` is where they connect), None where there are none.
+    `far`: nodes of other hosts that are reached through the keeper; payloads for them, and for all
+    whose keys are in `tcp`, go inline. `reach_s`: how long a node may take to let this one in.
     `keeper`, `keeper_endpoint`: the host's agent, to which everything goes that has no other way.
     `relay`: this is an agent, and passes on what is for others. `bulk`: `memory`, or `inline` to
     send every payload through the sockets. `allow`: which messages a peer may send, asked in the
@@ -73,6 +78,9 @@ class Link:
         allow: Callable[[Peer, Message], bool] | None = None,
         watch_fd: int | None = None,
         assembly_bytes: int = 64 << 20,
+        tcp: Tcp | None = None,
+        far: Iterable[str] = (),
+        reach_s: float = 10.0,
         on_trouble: Callable[[str], None] | None = None,
     ) -> None:
         assert (keeper is None) == (keeper_endpoint is None), "a keeper is a name and an endpoint"
@@ -81,10 +89,13 @@ class Link:
         self.steps = 0
         self.closed_by_parent = False
         self.endpoint = ""
+        self.tcp_endpoint = ""
         self._listen = listen
         self._keeper_endpoint = keeper_endpoint
         self._watch_fd = watch_fd
         self._packer = Packer(run=run, me=self.me, bulk=self.bulk)
+        self._far = frozenset(far)
+        self._packer.far = self._far | _nodes_of(tcp.keys if tcp is not None else ())
         self._unread: SimpleQueue[tuple[Peer, Message, int]] = SimpleQueue()
         # Each is written by one thread only: the difference is what waits for the loop.
         self._bytes_put = 0
@@ -93,6 +104,7 @@ class Link:
         self._thread: threading.Thread | None = None
         self._close_at: float | None = None
         self._failure: BaseException | None = None
+        self._given_up: PeerError | None = None
         self._settings = Settings(
             run=run,
             me=self.me,
@@ -101,6 +113,9 @@ class Link:
             lease_s=lease_s,
             relay=relay,
             assembly_bytes=assembly_bytes,
+            tcp=tcp,
+            reach_s=reach_s,
+            give_up=self._give_up,
             allow=allow or _allow_all,
             on_trouble=on_trouble or _log.warning,
             deliver=self._deliver,
@@ -135,10 +150,12 @@ class Link:
                 self._switch.listen(self._listen)
                 if self._listen.startswith(IPC) and not self._settings.relay:
                     self._line.listen(_file_of(self._listen))
+            self._switch.listen_apart()
         except BaseException:
             self.close(0.0)
             raise
         self.endpoint = self._switch.endpoint
+        self.tcp_endpoint = self._switch.tcp_endpoint
         if self._keeper_endpoint is not None:
             assert self._settings.keeper is not None
             self._switch.connect(self._settings.keeper, None, self._keeper_endpoint)
@@ -197,13 +214,17 @@ class Link:
         """Everything that has come; waits for the first for `timeout_s` (None: for ever).
 
         Empty at the timeout, at `wake`, and when the parent is gone. Payloads are flat read-only
-        arrays; a shared one is its owner's memory, good until the role hands it back.
+        arrays; a shared one is its owner's memory, good until the role hands it back. PeerError,
+        once: a node of another host did not let this one in.
         """
         messages = self._arrived()
         if not messages:
             self._line.wait(timeout_s)
             messages = self._arrived()
         self._check()
+        if self._given_up is not None:
+            error, self._given_up = self._given_up, None
+            raise error
         return messages
 
     def _arrived(self) -> list[tuple[Peer, Message]]:
@@ -223,7 +244,8 @@ class Link:
             if type(envelope.message) not in DIRECT or envelope.to != self.me.node:
                 what = type(envelope.message).__name__
                 raise Refused("line", f"{envelope.peer} said {what} to {envelope.to} directly")
-            if self._partners.get(envelope.sender) == envelope.incarnation:
+            known = self._partners.get(envelope.sender) == envelope.incarnation
+            if known and self._settings.allow(envelope.peer, envelope.message):
                 return [(envelope.peer, self._mapped(envelope))]
             self._submit(partial(self._switch.overhear, envelope))
         except Refused as refused:
@@ -251,6 +273,11 @@ class Link:
             self._spoken.discard(node)
             self._line.connect(node, _file_of(endpoint))
         self._submit(partial(self._switch.connect, node, incarnation, endpoint))
+
+    def replace_keys(self, rows: tuple[KeyRow, ...]) -> None:
+        """From here on these lives may speak over TCP, and no others."""
+        self._packer.far = self._far | _nodes_of(rows)
+        self._submit(partial(self._switch.replace_keys, rows))
 
     def forget(self, peer: Peer) -> None:
         """That life of a node is over: drop what is held for it, take nothing more of it."""
@@ -301,6 +328,10 @@ class Link:
         self._line.ring()
         return True
 
+    def _give_up(self, peer: Peer, what: str) -> None:
+        self._given_up = PeerError(str(peer), what)
+        self.wake()
+
     def _parent_gone(self) -> None:
         self.closed_by_parent = True
         self.wake()
@@ -308,6 +339,10 @@ class Link:
 
 def _file_of(endpoint: str) -> Path:
     return Path(endpoint.removeprefix(IPC))
+
+
+def _nodes_of(rows: Iterable[KeyRow]) -> frozenset[str]:
+    return frozenset(node for node, _, _ in rows)
 
 
 def _allow_all(peer: Peer, message: Message) -> bool:

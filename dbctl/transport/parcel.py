@@ -48,6 +48,7 @@ class Packer:
 
     def __init__(self, *, run: str, me: Peer, bulk: str) -> None:
         assert bulk in ("memory", "inline"), f"bulk is memory or inline, not {bulk}"
+        self.far: frozenset[str] = frozenset()  # nodes of other hosts, which map nothing of ours
         self.run = run
         self.me = me
         self.bulk = bulk
@@ -70,7 +71,8 @@ class Packer:
         if payload is None:
             return [[encode(envelope)]]
         if isinstance(payload, View):
-            if self.bulk == "memory" and isinstance(payload.buffer, SharedBuffer):
+            near = self.bulk == "memory" and to not in self.far
+            if near and isinstance(payload.buffer, SharedBuffer):
                 return [[encode(msgspec.structs.replace(envelope, payload=describe(payload)))]]
             array = payload.array
         else:

@@ -17,7 +17,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,18 @@ import zmq
 
 from dbctl.envelope import Envelope, Shared, with_payload
 from dbctl.errors import LaunchError, PeerError
+from dbctl.keys import KeyRow
 from dbctl.roles.base import Array
+from dbctl.transport.doors import Doors
 from dbctl.transport.lease import Lease as LeaseClock
 from dbctl.transport.memory import Mappings
 from dbctl.transport.outlet import Outlet
 from dbctl.transport.parcel import Packer, Refused, unpack
 from dbctl.transport.pieces import Assembler
 from dbctl.transport.routes import Routes
+from dbctl.transport.settings import Settings
 from dbctl.transport.sockets import (
+    TCP,
     Context,
     Frame,
     Gone,
@@ -49,24 +52,6 @@ RETRY_S = 0.001
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a `Switch` is told; `Link` documents each."""
-
-    run: str
-    me: Peer
-    keeper: str | None
-    beat_s: float
-    lease_s: float
-    relay: bool
-    assembly_bytes: int
-    allow: Callable[[Peer, Message], bool]
-    on_trouble: Callable[[str], None]
-    deliver: Callable[[Peer, Message, int], bool]
-    steps: Callable[[], int]
-    parent_gone: Callable[[], None]
-
-
 class Switch:
     """The sockets of one process. `counts` says what was dropped, by kind."""
 
@@ -76,6 +61,7 @@ class Switch:
         self.answer_beats = False
         self.lease = LeaseClock(settings.lease_s, now=time.monotonic())
         self.endpoint = ""
+        self.tcp_endpoint = ""
         self._context: Context = zmq.Context(io_threads=1)
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -84,13 +70,23 @@ class Switch:
         self._commands: deque[Callable[[], None]] = deque()
         self._signalled = False
         self._routes = Routes(settings.keeper)
-        self._router: Socket | None = None
+        self._routers: set[Socket] = set()
         self._dealers: dict[Socket, Outlet] = {}
         self._local: set[Socket] = set()
         self._full: set[Outlet] = set()
         self._mappings = Mappings()
         self._assembler = Assembler(max_bytes=settings.assembly_bytes)
         self._packer = Packer(run=settings.run, me=settings.me, bulk="inline")
+        self._doors: Doors | None = None
+        if settings.tcp is not None:
+            self._doors = Doors(
+                settings.tcp,
+                context=self._context,
+                poller=self._poller,
+                reach_s=settings.reach_s,
+                trouble=self.trouble,
+                give_up=settings.give_up,
+            )
         self._next_beat = time.monotonic()
         # A controller has a lease from nobody, and so has a link that reports to nobody.
         self._beats = settings.me.node != CONTROLLER and bool(settings.keeper or settings.relay)
@@ -109,10 +105,21 @@ class Switch:
     # ------------------------------------------------------------ before the thread, and in it
 
     def listen(self, endpoint: str) -> None:
-        self._router, self.endpoint = open_router(
-            self._context, endpoint, node=self.settings.me.node
-        )
-        self._watch(self._router, self.endpoint)
+        """On ipc:// for this host's others."""
+        socket, self.endpoint = open_router(self._context, endpoint, node=self.settings.me.node)
+        self._routers.add(socket)
+        self._watch(socket, self.endpoint)
+
+    def listen_apart(self) -> None:
+        """On tcp:// for those of other hosts, if there are any who connect to this one."""
+        if self._doors is not None and self._doors.guard.tcp.address:
+            socket, self.tcp_endpoint = self._doors.listen(self.settings.me.node)
+            self._routers.add(socket)
+            self._watch(socket, self.tcp_endpoint)
+
+    def replace_keys(self, rows: tuple[KeyRow, ...]) -> None:
+        if self._doors is not None:
+            self._doors.guard.replace(rows)
 
     def connect(self, node: str, incarnation: int | None, endpoint: str) -> None:
         """A connection to that life of `node`, in place of one to an older life."""
@@ -123,13 +130,20 @@ class Switch:
         if node in self._routes.connections:
             return
         try:
-            socket = open_dealer(self._context, endpoint, node=node)
+            socket = self._open(node, incarnation, endpoint)
         except LaunchError as error:
             self.trouble("endpoint", str(error))
             return
         outlet = Outlet(socket, incarnation=incarnation)
         self._routes.connections[node] = self._dealers[socket] = outlet
         self._watch(socket, endpoint)
+
+    def _open(self, node: str, incarnation: int | None, endpoint: str) -> Socket:
+        if not endpoint.startswith(TCP):
+            return open_dealer(self._context, endpoint, node=node)
+        if self._doors is None or incarnation is None:
+            raise LaunchError(node, f"is at {endpoint}, but this node was told nothing about tcp")
+        return self._doors.connect(Peer(node, incarnation), endpoint)
 
     def watch_parent(self, fd: int) -> None:
         self._watch_fd = fd
@@ -139,6 +153,8 @@ class Switch:
         """That life is over: its memory, its pieces and its ways go, and nothing more is taken."""
         self._mappings.forget(peer)
         self._assembler.forget(peer)
+        if self._doors is not None:
+            self._doors.guard.revoke(peer)
         outlet = self._routes.end(peer)
         if outlet is not None:
             self.counts["ended"] += outlet.n_waiting
@@ -146,6 +162,8 @@ class Switch:
             self._poller.unregister(outlet.socket)
             self._local.discard(outlet.socket)
             del self._dealers[outlet.socket]
+            if self._doors is not None:
+                self._doors.close(outlet.socket)
             outlet.socket.close(linger=0)
 
     def post(self, to: str, messages: list[list[Any]]) -> None:
@@ -167,6 +185,8 @@ class Switch:
             if now >= self._next_beat:
                 self._beat(now)
             timeout_s = min(timeout_s, self._next_beat - now)
+        if self._doors is not None:
+            timeout_s = min(timeout_s, self._doors.step(now))
         if any(outlet.route is not None for outlet in self._full):
             timeout_s = min(timeout_s, RETRY_S)
         ready = dict(self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
@@ -180,6 +200,8 @@ class Switch:
         for source, event in ready.items():
             if source == self._watch_fd:
                 self._read_parent()
+            elif self._doors is not None and self._doors.take(source):
+                continue
             elif isinstance(source, zmq.Socket) and event & zmq.POLLIN and not source.closed:
                 self._read(source)
         for outlet in list(self._full):
@@ -208,7 +230,7 @@ class Switch:
             frames = None if socket.closed else receive(socket)
             if frames is None:
                 return
-            route = frames.pop(0).bytes if socket is self._router else None
+            route = frames.pop(0).bytes if socket in self._routers else None
             try:
                 self._take(socket, route, frames)
             except Refused as refused:
@@ -220,6 +242,8 @@ class Switch:
         """One message: checked, its way back noted, then answered, passed on or delivered."""
         envelope = unpack([frame.buffer for frame in frames], self.settings.run)
         peer = envelope.peer
+        if self._doors is not None:
+            self._doors.check(socket, peer, frames[0])
         self._admit(peer)
         if socket.closed:
             return
