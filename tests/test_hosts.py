@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dbctl.errors import ExperimentError
 from dbctl.experiment.read import load, parse
 from dbctl.experiment.resolve import from_json, to_json, to_yaml
+from dbctl.experiment.schema import schema
 from dbctl.experiment.specs import Experiment, HostSpec, SshCluster
+from tests.test_experiment import fits
 
 BASE = """version: 1
 name: n
@@ -196,3 +200,26 @@ def test_hosts_are_required_and_only_with_ssh() -> None:
     assert "cluster.hosts: is required and missing" in faults("cluster: {launcher: ssh}\n")[0]
     found = faults("cluster: {launcher: local, hosts: [{name: a}]}\n")
     assert "hosts: is a key of launcher ssh, not of launcher local" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "good"),
+    [
+        ("hosts.yaml", True),
+        ([{"name": "a", "slots": 2, "labels": ["shard"], "env": ["A=b"]}], True),
+        ([], False),
+        ([{"name": "a", "slots": 0}], False),
+        ([{"name": "a", "labels": ["gpu"]}], False),
+        ([{"name": "a", "color": "red"}], False),
+        ([{"ssh": "a"}], False),
+        (None, False),
+    ],
+)
+def test_an_editor_takes_what_the_reader_takes(hosts: object, good: bool, folder: str) -> None:
+    whole = yaml.safe_load(BASE) | {"cluster": {"launcher": "ssh", "hosts": hosts}}
+    assert fits(whole, schema()) == good
+    if good:
+        parse(json.dumps(whole), directory=folder)
+    else:
+        with pytest.raises(ExperimentError):
+            parse(json.dumps(whole), directory=folder)

@@ -204,6 +204,20 @@ def test_ctrl_c_leaves_a_checkpoint(sshd: Sshd, tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
+def test_ctrl_c_ends_the_waiting_for_a_host(tmp_path: Path) -> None:
+    """An ssh that neither fails nor says anything: a jump host that is asleep."""
+    silent = tmp_path / "bin"
+    silent.mkdir()
+    (silent / "ssh").write_text("#!/bin/sh\nexec sleep 60\n")
+    (silent / "ssh").chmod(0o755)
+    path = f"{silent}{os.pathsep}{os.environ['PATH']}"
+    with TrainRun(tmp_path, on({"name": "here"}), env={"PATH": path}) as run:
+        wait_for(lambda: len(run.processes()) > 1, "the ssh")
+        run.signal(2)
+        assert run.finish(5.0) == 130
+        assert "Traceback" not in run.err
+
+
 def agents_nodes(run: TrainRun) -> list[int]:
     """The processes that the run started over ssh: sshd gives them none of our environment."""
     found = []
