@@ -9,7 +9,8 @@ Theory of operation. A mini-batch is, layer by layer, what its slowest partition
               + max over partitions of (bytes / link rate + messages x time of a message)
               + rounds x latency
     servers   greatest range of a partition / worker's rate + greatest range of a shard / its rate
-              + two latencies, where the step waits for them; divided by n_push, n_fetch
+              + two latencies of the link threads, where the step waits for them; divided by n_push,
+              n_fetch
 
 All of it is waited for: nothing is taken to hide behind something else, as a replica computes.
 """
@@ -40,7 +41,8 @@ class Speeds:
     """Of this machine, for one network at one batch size and count of threads.
 
     `loss_s`: of the loss on all outputs. `batch_s`: of fetching a mini-batch's rows. `latency_s`:
-    from one process's send to the other's receive. `message_s`: of each further message.
+    from one partition's send to the other's receive; `server_latency_s`: by the link threads, as
+    worker and shard talk. `message_s`: of each further message between partitions.
     `link_bytes_per_s`: into shared memory and out of it. `worker_s`, `shard_s`: of one parameter,
     checking the gradient and copying the answer; checking it again and updating.
     """
@@ -49,6 +51,7 @@ class Speeds:
     loss_s: float
     batch_s: float
     latency_s: float
+    server_latency_s: float
     message_s: float
     link_bytes_per_s: float
     worker_s: float
@@ -143,7 +146,7 @@ def _servers_s(experiment: Experiment, cut: NetworkCut, speeds: Speeds) -> float
     held = max(len(cut.span(p)) for p in range(cut.count))
     n_parameters = sum(len(cut.span(p)) for p in range(cut.count))
     of_shard = -(-n_parameters // experiment.shards)
-    each_s = held * speeds.worker_s + of_shard * speeds.shard_s + 2 * speeds.latency_s
+    each_s = held * speeds.worker_s + of_shard * speeds.shard_s + 2 * speeds.server_latency_s
     optimizer = experiment.optimizer
     beat = max(optimizer.n_fetch, optimizer.n_push) if isinstance(optimizer, DownpourSpec) else 1
     return each_s / beat
@@ -215,8 +218,8 @@ def as_object(found: Sequence[Table], *, batch_size: int, speeds: Speeds) -> dic
             **{
                 name: getattr(speeds, name)
                 for name in (
-                    *("loss_s", "batch_s", "latency_s", "message_s", "link_bytes_per_s"),
-                    *("worker_s", "shard_s"),
+                    *("loss_s", "batch_s", "latency_s", "server_latency_s", "message_s"),
+                    *("link_bytes_per_s", "worker_s", "shard_s"),
                 )
             },
         },

@@ -34,6 +34,7 @@ def speeds(n_layers: int, **other: float) -> Speeds:
         "loss_s": 0.0,
         "batch_s": 0.0,
         "latency_s": 1e-4,
+        "server_latency_s": 3e-4,
         "message_s": 2e-5,
         "link_bytes_per_s": 1e9,
         "worker_s": 0.0,
@@ -56,7 +57,7 @@ def test_one_partition_is_operations_over_rate_and_the_rest() -> None:
     flops = 128 * (6 * (41_777_152 - 4 * 2560 - 8192) - 2 * 440 * 2560)
     assert table.forecast.compute_s == pytest.approx(flops / 5e10 + 0.005)
     assert table.forecast.exchange_s == 0
-    assert table.forecast.servers_s == pytest.approx(41_777_152 * 3e-9 + 2e-4)
+    assert table.forecast.servers_s == pytest.approx(41_777_152 * 3e-9 + 6e-4)
     assert table.forecast.speed_up == 1.0
 
 
@@ -83,14 +84,14 @@ def test_overheads_do_not_get_smaller_with_more_partitions() -> None:
 
 
 def test_shards_and_beats_share_the_servers_part() -> None:
-    (one,) = found("speech-paper", [1], "shards=1", shard_s=1e-9, latency_s=0.0)
-    (four,) = found("speech-paper", [1], "shards=4", shard_s=1e-9, latency_s=0.0)
+    (one,) = found("speech-paper", [1], "shards=1", shard_s=1e-9, server_latency_s=0.0)
+    (four,) = found("speech-paper", [1], "shards=4", shard_s=1e-9, server_latency_s=0.0)
     assert four.forecast.servers_s == pytest.approx(one.forecast.servers_s / 4)
     beat = (
         "optimizer={type: downpour, batch_size: 128, n_push: 5, n_fetch: 5,"
         " rule: {type: sgd, rate: 0.1}}"
     )
-    (fifth,) = found("speech-paper", [1], "shards=1", beat, shard_s=1e-9, latency_s=0.0)
+    (fifth,) = found("speech-paper", [1], "shards=1", beat, shard_s=1e-9, server_latency_s=0.0)
     assert fifth.forecast.servers_s == pytest.approx(one.forecast.servers_s / 5)
 
 
@@ -142,6 +143,6 @@ def test_the_object_is_plain_and_whole() -> None:
     assert sum(sum(layer["parameters"]) for layer in two["layers"]) == 41_777_152
     assert two["seconds"] == pytest.approx(two["compute_s"] + two["exchange_s"] + two["servers_s"])
     assert set(answer["speeds"]) == {  # type: ignore[call-overload]
-        "layers", "loss_s", "batch_s", "latency_s", "message_s", "link_bytes_per_s", "worker_s",
-        "shard_s",
+        "layers", "loss_s", "batch_s", "latency_s", "server_latency_s", "message_s",
+        "link_bytes_per_s", "worker_s", "shard_s",
     }  # fmt: skip

@@ -55,8 +55,27 @@ def test_speeds_are_positive_and_taken_within_two_seconds() -> None:
     others = (found.loss_s, found.batch_s, found.worker_s, found.shard_s)
     assert all(0 < seconds < 0.1 for seconds in others)
     assert 1e-6 < found.latency_s < 0.1
+    # One thread after the other, each of which may have to be woken.
+    assert 1e-5 < found.server_latency_s < 0.1
     assert 0 <= found.message_s < 0.1
     assert 1e7 < found.link_bytes_per_s < 1e13
+
+
+def test_between_two_runs_as_much_else_is_used_as_in_a_mini_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a layer left in the caches a mini-batch ago is not there in a run either."""
+    experiment = parse(EXPERIMENT, file="small.yaml")
+    nodes = 192 + 6 * 6 * 4 + 2 * (3 * 3 * 4) + 64 + 64 + 5
+    parameters = 6 * 6 * 4 * (27 + 1) + 64 * 37 + 64 * 65 + 5 * 65
+    assert module._touched(experiment) == 2 * (parameters + 16 * nodes)
+    clock = module._Clock(100)
+    seen: list[float] = []
+    clock.seconds(lambda: seen.append(float(clock._elsewhere.sum())))
+    assert seen == [100.0 * (i + 1) for i in range(len(seen))]
+    assert len(seen) > 2
+    monkeypatch.setattr(module, "MAX_ELSEWHERE", 50)
+    assert len(module._Clock(100)._elsewhere) == 50
 
 
 def test_a_large_layer_is_measured_on_a_box_of_it() -> None:
@@ -100,7 +119,7 @@ def test_a_line_through_two_boxes_gives_overhead_and_rate(monkeypatch: pytest.Mo
         return len(box) * 1000, 2e-3 + len(box) * 1000 / 1e9
 
     monkeypatch.setattr(module, "_time_box", time_box)
-    found = module._layer_speed(spec, (64,), n_batch=16, first=False)
+    found = module._layer_speed(spec, (64,), n_batch=16, first=False, clock=module._Clock(0))
     assert found.overhead_s == pytest.approx(2e-3)
     assert found.flops_per_s == pytest.approx(1e9)
 
@@ -116,7 +135,7 @@ def test_figures_that_make_no_line_give_the_rate_of_the_large_box(
         return len(box) * 1000, seconds[len(box)]
 
     monkeypatch.setattr(module, "_time_box", time_box)
-    found = module._layer_speed(spec, (64,), n_batch=16, first=False)
+    found = module._layer_speed(spec, (64,), n_batch=16, first=False, clock=module._Clock(0))
     assert found == module.LayerSpeed(overhead_s=0.0, flops_per_s=64000 / 1e-3)
 
 

@@ -8,7 +8,7 @@ Theory of operation: a layer is timed, forward and backward, on a box of its nod
 as the limits allow and on an eighth of that; a line through both gives what a call costs whatever
 its size, and its operations a second. The link is two `Link`s that talk through shared memory as
 two partitions do: small messages there and back, many in a row, and large ones that are copied in
-and out.
+and out; and small ones by the link threads, as worker and shard talk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dbctl.region import Box
 from dbctl.roles.base import View
 from dbctl.transport.link import Link
 from dbctl.transport.memory import allocate
-from dbctl.wire import Boxes
+from dbctl.wire import Boxes, Need
 
 Array = NDArray[Any]
 
@@ -51,7 +51,7 @@ SAMPLE_ROWS = 1024
 LINK_ELEMENTS = 1 << 18
 BURST = 16
 ROUNDS = 30
-_ELSEWHERE = np.zeros(1 << 20, np.float32)  # larger than a core's own caches
+MAX_ELSEWHERE = 16 << 20  # elements; larger than caches are
 
 
 def measure(experiment: Experiment, train: Source, *, threads: int) -> Speeds:
@@ -60,23 +60,27 @@ def measure(experiment: Experiment, train: Source, *, threads: int) -> Speeds:
 
     optimizer, network = experiment.optimizer, experiment.network
     n_batch, shapes = optimizer.batch_size, node_shapes(network)
+    clock = _Clock(_touched(experiment))
     known: dict[tuple[LayerSpec, tuple[int, ...], bool], LayerSpeed] = {}
     layers = []
     with threadpool_limits(limits=threads):
         for index, (spec, shape) in enumerate(zip(network.layers, shapes, strict=False)):
             key = (spec, shape, index == 0)
             if key not in known:
-                known[key] = _layer_speed(spec, shape, n_batch=n_batch, first=index == 0)
+                known[key] = _layer_speed(
+                    spec, shape, n_batch=n_batch, first=index == 0, clock=clock
+                )
             layers.append(known[key])
-        loss_s = _loss_s(network.loss, prod(shapes[-1]), n_batch=n_batch)
+        loss_s = _loss_s(network.loss, prod(shapes[-1]), n_batch=n_batch, clock=clock)
         n_parameters = tensors(network)[-1].range.stop
-        worker_s, shard_s = _servers_s(experiment, min(n_parameters, MAX_WEIGHTS))
-    latency_s, message_s, link_bytes_per_s = _link_speeds()
+        worker_s, shard_s = _servers_s(experiment, min(n_parameters, MAX_WEIGHTS), clock)
+    latency_s, server_latency_s, message_s, link_bytes_per_s = _link_speeds()
     return Speeds(
         layers=tuple(layers),
         loss_s=loss_s,
-        batch_s=_batch_s(experiment, train),
+        batch_s=_batch_s(experiment, train, clock),
         latency_s=latency_s,
+        server_latency_s=server_latency_s,
         message_s=message_s,
         link_bytes_per_s=link_bytes_per_s,
         worker_s=worker_s,
@@ -84,38 +88,54 @@ def measure(experiment: Experiment, train: Source, *, threads: int) -> Speeds:
     )
 
 
-def _seconds(run: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-    """The median run, after one that touches all memory; `prepare` is not timed.
+def _touched(experiment: Experiment) -> int:
+    """How many numbers a mini-batch reads and writes between two uses of the same one."""
+    network, n = experiment.network, experiment.optimizer.batch_size
+    nodes = sum(map(prod, node_shapes(network)))
+    return 2 * (tensors(network)[-1].range.stop + n * nodes)  # values, and gradients by them
 
-    Before each the caches nearest to the core are filled with something else: in a mini-batch a
-    layer does not find there what it left a mini-batch ago.
-    """
-    times: list[float] = []
-    until = time.perf_counter() + BUDGET_S
-    for count in range(MAX_RUNS + 1):
-        prepare()
-        np.add(_ELSEWHERE, 1, out=_ELSEWHERE)
-        began = time.thread_time()
-        run()
-        if count:
-            times.append(time.thread_time() - began)
-        if count >= 2 and time.perf_counter() > until:
-            break
-    return float(np.median(times))
+
+class _Clock:
+    """Times what is done once a mini-batch, in which `touched` numbers are used."""
+
+    def __init__(self, touched: int) -> None:
+        self._elsewhere = np.zeros(min(touched, MAX_ELSEWHERE), np.float32)
+
+    def seconds(
+        self, run: Callable[[], object], prepare: Callable[[], object] = lambda: None
+    ) -> float:
+        """The median run, after one that touches all memory; `prepare` is not timed.
+
+        Before each as much else is used as in a mini-batch: what a layer left in the caches a
+        mini-batch ago is not there.
+        """
+        times: list[float] = []
+        until = time.perf_counter() + BUDGET_S
+        for count in range(MAX_RUNS + 1):
+            prepare()
+            np.add(self._elsewhere, 1, out=self._elsewhere)
+            began = time.thread_time()
+            run()
+            if count:
+                times.append(time.thread_time() - began)
+            if count >= 2 and time.perf_counter() > until:
+                break
+        return float(np.median(times))
 
 
 # ---------------------------------------------------------------------------------- layers
 
 
 def _layer_speed(
-    spec: LayerSpec, shape: tuple[int, ...], *, n_batch: int, first: bool
+    spec: LayerSpec, shape: tuple[int, ...], *, n_batch: int, first: bool, clock: _Clock
 ) -> LayerSpeed:
     large = Box.whole(spec.output_shape(shape))
     while not _fits(spec, shape, large, n_batch=n_batch) and large.shape[0] > 1:
         large = _of_rows(large, 2)
     small = _of_rows(large, 8)
     (flops, seconds), (few, short_s) = (
-        _time_box(spec, shape, box, n_batch=n_batch, first=first) for box in (large, small)
+        _time_box(spec, shape, box, n_batch=n_batch, first=first, clock=clock)
+        for box in (large, small)
     )
     slope = (seconds - short_s) / (flops - few) if flops > few else 0.0
     overhead_s = seconds - slope * flops
@@ -136,7 +156,7 @@ def _fits(spec: LayerSpec, shape: tuple[int, ...], box: Box, *, n_batch: int) ->
 
 
 def _time_box(
-    spec: LayerSpec, shape: tuple[int, ...], box: Box, *, n_batch: int, first: bool
+    spec: LayerSpec, shape: tuple[int, ...], box: Box, *, n_batch: int, first: bool, clock: _Clock
 ) -> tuple[int, float]:
     """Operations and seconds of a forward and backward pass of a mini-batch."""
     kernel = KERNELS[spec.type](spec, shape, box, batch_size=n_batch, dtype="float32")
@@ -155,33 +175,33 @@ def _time_box(
         kernel.forward(parameters, x, out)
         kernel.backward(parameters, x, out, delta=delta, gradients=gradients, dx=dx)
 
-    seconds = _seconds(run, lambda: np.copyto(delta, kept))
+    seconds = clock.seconds(run, lambda: np.copyto(delta, kept))
     flops = spec.flops(shape, box) * (1 + bool(parameters) + (not first)) * n_batch
     return flops, seconds
 
 
-def _loss_s(name: str, n_outputs: int, *, n_batch: int) -> float:
+def _loss_s(name: str, n_outputs: int, *, n_batch: int, clock: _Clock) -> float:
     loss = LOSSES[name](n_outputs, batch_size=n_batch, dtype="float32")
     random = np.random.default_rng(0)
     kept = random.standard_normal((n_outputs, n_batch), np.float32)
     labels, z = random.integers(n_outputs, size=n_batch), np.zeros_like(kept)
-    return _seconds(lambda: loss_gradient(loss, z, labels), lambda: np.copyto(z, kept))
+    return clock.seconds(lambda: loss_gradient(loss, z, labels), lambda: np.copyto(z, kept))
 
 
-def _batch_s(experiment: Experiment, train: Source) -> float:
+def _batch_s(experiment: Experiment, train: Source, clock: _Clock) -> float:
     """Of a mini-batch's rows; standardizing takes no other time than scaling."""
     spec = replace(experiment.data.train, standardize=False, scale=experiment.data.train.scale or 1)
     rows = np.arange(min(train.rows, SAMPLE_ROWS), dtype=np.int64)
     dataset = Dataset(train, spec, rows=rows)
     n = min(experiment.optimizer.batch_size, len(rows))
     random, out = np.random.default_rng(0), np.zeros((train.features, n), np.float32)
-    return _seconds(lambda: dataset.batch(random.choice(len(rows), n, replace=False), out))
+    return clock.seconds(lambda: dataset.batch(random.choice(len(rows), n, replace=False), out))
 
 
 # --------------------------------------------------------------------------------- servers
 
 
-def _servers_s(experiment: Experiment, size: int) -> tuple[float, float]:
+def _servers_s(experiment: Experiment, size: int, clock: _Clock) -> tuple[float, float]:
     """Seconds a parameter, of the worker's side and of the shard's."""
     optimizer = experiment.optimizer
     # What a shard does with a bundle is about what plain SGD does with a push.
@@ -200,7 +220,7 @@ def _servers_s(experiment: Experiment, size: int) -> tuple[float, float]:
         is_finite(gradient)
         rule.update(values, gradient, state, n=1, rate=1e-3, out=out)
 
-    return _seconds(worker) / size, _seconds(shard) / size
+    return clock.seconds(worker) / size, clock.seconds(shard) / size
 
 
 # ------------------------------------------------------------------------------------ link
@@ -219,6 +239,9 @@ class _Echo:
     def _run(self) -> None:
         while True:
             for peer, message in self._link.receive(None):
+                if isinstance(message, Need):
+                    self._link.send(peer.node, message)
+                    continue
                 if not isinstance(message, Boxes) or message.phase == "max":
                     return
                 np.copyto(self._own[: len(message.payload)], message.payload)
@@ -229,8 +252,11 @@ class _Echo:
         self._thread.join()
 
 
-def _link_speeds() -> tuple[float, float, float]:
-    """Seconds of a message to somebody who waits, of each further one, and bytes a second."""
+def _link_speeds() -> tuple[float, float, float, float]:
+    """Seconds of a message to somebody who waits, past the link threads and by them.
+
+    Then of each further one, and bytes a second.
+    """
     runtime = make_runtime()
     at = {name: f"ipc://{runtime}/{name}" for name in ("echo", "asking")}
     try:
@@ -250,12 +276,17 @@ def _link_speeds() -> tuple[float, float, float]:
         shutil.rmtree(runtime, ignore_errors=True)
 
 
-def _round_trips(link: Link) -> tuple[float, float, float]:
+def _round_trips(link: Link) -> tuple[float, float, float, float]:
     outbox = allocate(LINK_ELEMENTS, "<f4")
     own = np.ones(LINK_ELEMENTS, np.float32)
     sizes = {"small": (1, 1), "burst": (BURST, 1), "large": (1, LINK_ELEMENTS)}
-    times: dict[str, list[float]] = {name: [] for name in sizes}
+    times: dict[str, list[float]] = {name: [] for name in (*sizes, "by threads")}
     for _ in range(ROUNDS):
+        began = time.perf_counter()
+        link.send("echo", Need(0, "states", 0))
+        while not link.receive(None):
+            pass
+        times["by threads"].append(time.perf_counter() - began)
         for name, (count, n_elements) in sizes.items():
             began = time.perf_counter()
             for number in range(count):
@@ -265,7 +296,7 @@ def _round_trips(link: Link) -> tuple[float, float, float]:
             while not link.receive(None):
                 pass
             times[name].append(time.perf_counter() - began)
-    small_s, burst_s, large_s = (float(np.median(times[name][1:])) for name in sizes)
+    small_s, burst_s, large_s, threads_s = (float(np.median(t[1:])) for t in times.values())
     message_s = max(0.0, burst_s - small_s) / (BURST - 1)
     rate = 4 * LINK_ELEMENTS / max(large_s - small_s, 1e-6)
-    return small_s / 2, message_s, rate
+    return small_s / 2, threads_s / 2, message_s, rate
