@@ -11,6 +11,8 @@ import signal
 import sys
 from types import FrameType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C. Of its own type: after a plain one that passed an `exec` of text (namedtuple has one)
@@ -23,12 +25,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    sys.stderr.write("dbctl: stopped before anything was started\n")
     sys.exit(75)
 
 
 def _heed_signals() -> None:
     """Until a run has handlers of its own (dbctl/run/signals.py); what is ignored stays ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt if number == signal.SIGINT else _stop)
 
@@ -49,7 +52,12 @@ def main() -> int:
         from dbctl.cli.main import main as command_line
     except KeyboardInterrupt:  # later ones are answered there
         return 130
-    return command_line(argv)
+    try:
+        return command_line(argv)
+    finally:
+        # The status stands; the interpreter's own end would hand signals back to the system.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

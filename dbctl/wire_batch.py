@@ -89,13 +89,15 @@ class Computed(Message, frozen=True):
     """Worker to coordinator: its order `number` is done, and every shard has acknowledged it.
 
     `losses`: sums over the rows of each portion, in order; empty when the order was dropped. A
-    value that is not finite: nothing was pushed. Sent again until `Work` has no such order.
+    value that is not finite: nothing was pushed, and `where` says what was not finite, as far as
+    this worker knows. Sent again until `Work` has no such order.
     """
 
     number: int
     evaluation: int
     bundle: int
     losses: tuple[float, ...]
+    where: str = ""
 
 
 BatchMessage = Execute | Begin | Collect | Executed | Work | Computed

@@ -349,6 +349,8 @@ def test_a_loss_that_is_not_finite_at_the_start_ends_the_run(tmp_path: Path) -> 
     done = run.run()
     assert done.status == "line_search_failed"
     assert "finite" in done.reason
+    assert "worker-" in done.reason
+    assert "portion " in done.reason
     assert losses(run) == []
 
 

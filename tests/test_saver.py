@@ -140,7 +140,7 @@ def test_numbers_that_are_not_finite_are_not_kept(desk: Callable[[], Desk], tmp_
     values = np.zeros(SIZE, np.float32)
     values[-1] = np.nan
     this.saver.save(complete([part(0, values)]), FACTS)
-    assert this.answer() == Saved(8, None, "parameters are not finite at 8")
+    assert this.answer() == Saved(8, None, "parameters: not finite at step 8")
     assert list_checkpoints(tmp_path / "checkpoints") == []
 
 

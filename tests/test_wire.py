@@ -43,6 +43,7 @@ def example(kind: Any, number: int = 3) -> Any:
         msgspec.inspect.IntType: number,
         msgspec.inspect.FloatType: number + 0.5,
         msgspec.inspect.StrType: f"näme-{number}",
+        msgspec.inspect.BytesType: b"\x00\xff %d" % number,
         msgspec.inspect.BoolType: True,
         msgspec.inspect.AnyType: None,  # the payload, which travels apart
     }

@@ -64,6 +64,10 @@ class BatchFigures(Figures):
         """None: what a dead replica had is computed by the others."""
         return {}
 
+    def diverged(self) -> bool:
+        """Never: no step is accepted that does not lower the loss of its batch."""
+        return False
+
     def refused(self) -> int:
         """None: a point where the gradient is not finite is a trial that went too far."""
         return 0

@@ -112,6 +112,7 @@ class BatchWorker:
         self._order = Order(0, 0, 0, 0)  # the last one begun
         self._left: deque[int] = deque()  # its portions that are not computed
         self._losses: list[float] = []
+        self._where = ""  # what was not finite last, if it was this worker's
         self._prefetched = 0  # the last order whose rows were asked for
         self._asked = False  # a point was fetched, or is on its way
         self._again = Timer(resend_s)  # the point of the evaluation was not there yet
@@ -319,7 +320,9 @@ class BatchWorker:
         where = "another partition"
         if out is not None:
             where = first_bad(out, self._gradient.tensors) or "the loss"
-        self._totals.refused_one(f"evaluation {self.at.epoch}, portion {portion}, {where}")
+        where = f"evaluation {self.at.epoch}, portion {portion}, {where}"
+        self._where = where if out is not None else ""  # else for its partner to say
+        self._totals.refused_one(where)
 
     def _end_portion(self, now: float) -> Effects:
         self._totals.compute_s += now - self._since - (self._talk.waited_s - self._waited_s)
@@ -328,7 +331,7 @@ class BatchWorker:
         if fate is Fate.DROPPED:
             return self._drop(now)
         if fate is Fate.REFUSED:
-            return self._answer(now, (nan,))
+            return self._answer(now, (nan,), where=self._where)
         self.at = Position(self.at.step + 1, self.at.epoch, self.at.index)
         if self._left:
             self._phase = Phase.SLOT
@@ -340,14 +343,14 @@ class BatchWorker:
     def _drop(self, now: float) -> Effects:
         return self._answer(now, ())
 
-    def _answer(self, now: float, losses: tuple[float, ...]) -> Effects:
+    def _answer(self, now: float, losses: tuple[float, ...], *, where: str = "") -> Effects:
         """An order that ends without a push."""
         self.local.discard()
-        return self._answers.say(now, self._computed(losses)) + self._end_order(now)
+        return self._answers.say(now, self._computed(losses, where)) + self._end_order(now)
 
-    def _computed(self, losses: tuple[float, ...]) -> Computed:
+    def _computed(self, losses: tuple[float, ...], where: str = "") -> Computed:
         order = self._order
-        return Computed(order.number, order.evaluation, order.bundle, losses)
+        return Computed(order.number, order.evaluation, order.bundle, losses, where)
 
     def _end_order(self, now: float) -> Effects:
         self._left.clear()

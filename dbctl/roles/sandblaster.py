@@ -79,6 +79,7 @@ class Sandblaster(Leader):
         self._request: Evaluate | None = None
         self._allocation: Allocation | None = None  # while bundles are computed
         self._held = False  # at the end of an iteration, until its cut has come from all shards
+        self._not_finite = ""  # who has met a loss or gradient that is not finite, and where
         self._at_rest: set[str] = set()  # workers that have halted, in the end
         self._cut_wanted = False
         self._outside_s = 0.0  # time in which nothing was evaluated: commands, cuts
@@ -115,7 +116,8 @@ class Sandblaster(Leader):
             request = self._method.send(answer)
         except StopIteration as end:
             if self._phase is Phase.RUNNING:
-                self._status, self._reason = end.value.status, end.value.reason
+                self._status = end.value.status
+                self._reason = f"{end.value.reason}{self._where()}"
             return self._rest(now)
         match request:
             case Command():
@@ -127,6 +129,12 @@ class Sandblaster(Leader):
                 return self._evaluate(now, request)
             case Iterated():
                 return self._iterated(now, request)
+
+    def _where(self) -> str:
+        """What a search that failed must say, if it failed for numbers that are not finite."""
+        if self._status != "line_search_failed" or not self._not_finite:
+            return ""
+        return f" (not finite last at {self._not_finite})"
 
     def _evaluate(self, now: float, request: Evaluate) -> Effects:
         self._outside_s += now - self._outside_since
@@ -238,6 +246,8 @@ class Sandblaster(Leader):
         order = next((o for o in replica.orders if o.number == computed.number), None)
         if order is None:
             return [self._work(replica, sender.node)]  # known: so that it is not said again
+        if computed.where:
+            self._not_finite = f"{sender.node}, {computed.where}"
         answers = replica.done.setdefault(order.number, {})
         answers[sender.node] = computed.losses
         if len(answers) < len(replica.workers):

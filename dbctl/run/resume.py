@@ -255,6 +255,8 @@ def _whole_epochs(manifest: Manifest) -> float:
 
 def _what_next(manifest: Manifest, stop: StopSpec) -> str:
     """Which stop keeps the run from going on, and how to set it anew."""
+    if manifest.extra.get("status") == "converged":
+        return "had converged already: more iterations would change nothing"
     limits = asdict(stop)
     keys = _reached(manifest, stop) or [key for key in limits if limits[key] is not None]
     met = " and ".join(f"stop.{key} ({limits[key]:g})" for key in keys)

@@ -75,7 +75,7 @@ class Saver:
         try:
             for part in cut.parts:
                 if not is_finite(part.payload):
-                    return Saved(cut.step, None, f"{part.vector} are not finite at {cut.step}")
+                    return Saved(cut.step, None, f"{part.vector}: not finite at step {cut.step}")
             with Writer(
                 self._directory,
                 cut.step,

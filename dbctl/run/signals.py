@@ -30,8 +30,9 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # A run that a signal has ended says so by its exit status, whatever comes after it.
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self.count else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1

@@ -27,6 +27,7 @@ from dbctl.experiment.specs import Experiment
 from dbctl.experiment.tree import problem
 from dbctl.launch.base import make_runtime
 from dbctl.plan import Plan
+from dbctl.process import one_line
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.roles.base import Save
@@ -279,6 +280,8 @@ class Life:
         if outcome.status in ("stopped", "interrupted") and outcome.reason:
             unsaved = "" if self.coordinator.is_saved else "the final checkpoint was not taken: "
             notes.append(f"{unsaved}{outcome.reason}")
+        if EXIT_CODES[outcome.status] == 1:
+            notes.append(one_line(outcome.error) if outcome.error else outcome.reason)
         if diverged := records.watch_divergence():
             notes.append(diverged)
         if records.save_error:
