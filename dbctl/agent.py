@@ -65,7 +65,7 @@ GENTLE_S = 2.0  # from a gentle Kill to SIGKILL
 END_GENTLE_S = 1.0  # the same when the agent itself ends: lease + 2 s is the promise
 END_KILL_S = 0.8  # how long the killed may take to be reaped
 LOOK_S = 0.25  # how late the end of the lease is seen
-LAST_LOGS_S = 1.0  # how long the rest of the logs may take once all nodes have ended
+LAST_LOGS_S = 2.0  # how long the rest of the logs may take once all nodes have ended
 CANNOT_START = 127  # the status of a node that could not be started, as the shell's
 NODE_NAME = re.compile(r"[a-z][a-z0-9-]*(\.[0-9]+)*")
 
@@ -244,9 +244,11 @@ class Agent:
                 return "standard input ended: the controller is gone"
             for peer, message in messages:
                 # This process may have been stopped: without a lease it carries out no order.
-                if self.over or not self.link.lease_in_force(_now()):
+                if not self.link.lease_in_force(_now()):
                     break
-                self._take(peer, message)
+                # After Finish too, what was filed is heard: the rest of a log would wait for it.
+                if not self.over or isinstance(message, LogFiled):
+                    self._take(peer, message)
             # After the messages: a node's own word (Failed) came before its death.
             self._report(self.children.reap())
             self.children.kill_due(_now())

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dbctl.wire_logs import TEXT_BYTES, LogFiled, LogText
 
-AGAIN_S = 1.0
+AGAIN_S = 0.5
 
 
 class LogSender:

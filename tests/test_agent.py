@@ -454,3 +454,22 @@ def test_logs_are_sent_piece_by_piece_and_to_their_end(
     agent.end_logs()
     assert b"".join(got).decode() == text
     assert not (tmp_path / "shard-0.log").exists(), "what was filed leaves no copy"
+
+
+def test_an_answer_that_comes_with_finish_is_heard(children: Children, tmp_path: Path) -> None:
+    """Else the piece counts as under way, and the rest of the logs is waited for in vain."""
+
+    class Together(QueueLink):
+        def receive(self, timeout_s: float) -> list[tuple[Peer, Message]]:
+            return [(CONTROLLER, Finish()), (CONTROLLER, LogFiled("a", 3)), (CONTROLLER, START)]
+
+    agent = make_agent(Together(), children)
+    agent.logs = LogSender(tmp_path)
+    (tmp_path / "a.log").write_bytes(b"xyz")
+    assert agent.logs.due(["a"], 0.0) is not None
+    assert agent.serve() == "finished"
+    assert not agent.logs.waits
+    assert not children.running, "an order after Finish is none"
+
+
+START = shell("sleep 60")

@@ -38,7 +38,7 @@ TICK_S = 0.25
 FINAL_LIMIT_S = 28.0  # from the first signal to the end of the final checkpoint (G11: 30 s)
 HELD_UP_S = 1.0  # a round of the loop that took longer
 GOODBYE_S = 3.0  # how long nodes may take to end by themselves
-LAST_LOGS_S = 2.0  # how long agents of other hosts may take for the rest of their logs
+LAST_LOGS_S = 3.0  # how long agents of other hosts may take for the rest of their logs
 SHORT_GOODBYE_S = 0.5  # after a second signal (G11: 2 s)
 
 _now = time.monotonic
