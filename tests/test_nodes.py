@@ -212,3 +212,29 @@ def test_of_whom_nothing_was_heard_its_agent_ends() -> None:
     assert [nodes.heard_of(n) for n in ("shard-0", "evaluator-0", AGENT)] == [True, False, True]
     beat(nodes, 0.2, "evaluator-0")
     assert nodes.finish() == [("shard-0", Finish()), ("evaluator-0", Finish())]
+
+
+# ------------------------------------------------------------------------------- other hosts
+
+
+def test_nodes_of_other_hosts_are_told_tcp_and_the_keys_in_force() -> None:
+    """Peers is a total: a death takes the key out of the list of all who let that node in."""
+    shard = Node(Start("shard-0", 1, (), (), ""), "agent-0", (), apart=["worker-0.0", "worker-1.0"])
+    near, far = (
+        Node(Start(f"worker-{r}.0", 1, (), (), ""), "agent-0", ["shard-0"], public=f"key-{r}")
+        for r in range(2)
+    )
+    shard.public = "key-s"
+    near.apart = far.apart = ["shard-0"]
+    nodes = Nodes({"shard-0": shard, "worker-0.0": near, "worker-1.0": far}, lease_s=10.0)
+    nodes.start(0.0)
+    for name in nodes.nodes:
+        nodes.receive(0.0, name, Ready(f"ipc://{name}", 7, f"tcp://{name}"))
+    introduced = dict(nodes.begin(0.0))
+    assert introduced["worker-0.0"] == Peers(
+        (("shard-0", 1, "tcp://shard-0"),), (("shard-0", 1, "key-s"),)
+    )
+    rows = (("worker-0.0", 1, "key-0"), ("worker-1.0", 1, "key-1"))
+    assert introduced["shard-0"] == Peers((), rows)
+    ended = nodes.receive(1.0, "worker-0.0", Exited("worker-0.0", 1, -9, ""))
+    assert ended == [("shard-0", Peers((), rows[1:]))]

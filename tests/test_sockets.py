@@ -14,6 +14,7 @@ from dbctl.envelope import PIECE_BYTES
 from dbctl.errors import LaunchError
 from dbctl.keys import Tcp
 from dbctl.transport import sockets
+from dbctl.transport.curve import make_keys
 
 
 @pytest.fixture
@@ -61,6 +62,53 @@ def test_every_option_is_set_on_a_router(context: zmq.Context, folder: Path) -> 
     # ROUTER_MANDATORY cannot be read back; its effect can be seen.
     with pytest.raises(sockets.Gone):
         sockets.send(router, [b"nobody", b"x"])
+
+
+TCP = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 4,
+    zmq.TCP_KEEPALIVE_INTVL: 1,
+    zmq.TCP_KEEPALIVE_CNT: 5,
+    zmq.TCP_MAXRT: 10_000,
+    zmq.CONNECT_TIMEOUT: 3_000,
+}
+
+
+def test_every_option_is_set_over_tcp(context: zmq.Context) -> None:
+    """Before bind or connect: `watch` is called between the two."""
+    early: list[dict[int, object]] = []
+
+    def watch(socket: zmq.Socket) -> None:
+        early.append({option: socket.getsockopt(option) for option in COMMON | TCP})
+
+    (public, secret), (other, _) = make_keys(), make_keys()
+    tcp = Tcp(public=public, secret=secret)
+    router, endpoint = sockets.open_router(
+        context, "tcp://127.0.0.1:0", node="n", tcp=tcp, watch=watch
+    )
+    dealer = sockets.open_dealer(
+        context, endpoint, node="n", tcp=tcp, server_key=other, watch=watch
+    )
+    assert early == [COMMON | TCP] * 2
+    assert router.getsockopt(zmq.ZAP_DOMAIN) == b"dbctl"
+    assert router.getsockopt(zmq.ZAP_ENFORCE_DOMAIN) == 1
+    assert router.getsockopt(zmq.CURVE_SERVER) == 1
+    assert dealer.getsockopt(zmq.CURVE_SERVER) == 0
+    assert dealer.getsockopt(zmq.IMMEDIATE) == 1
+    for socket in (router, dealer):
+        assert socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
+
+
+def test_without_encryption_the_handler_is_asked_too(context: zmq.Context) -> None:
+    router, _ = sockets.open_router(context, "tcp://[::1]:0", node="n", tcp=Tcp())
+    assert router.getsockopt(zmq.MECHANISM) == zmq.NULL
+    assert router.getsockopt(zmq.ZAP_ENFORCE_DOMAIN) == 1
+
+
+@pytest.mark.parametrize("address", ["*", "0.0.0.0", "[::]", "localhost", "eth0", "224.0.0.1"])
+def test_it_listens_on_one_address_of_this_host(context: zmq.Context, address: str) -> None:
+    with pytest.raises(LaunchError, match=r"expected .*address of this host"):
+        sockets.open_router(context, f"tcp://{address}:0", node="n", tcp=Tcp())
 
 
 def test_a_piece_and_its_header_fit(context: zmq.Context, folder: Path) -> None:
@@ -147,3 +195,22 @@ def test_frames_beyond_the_limit_are_not_kept(context: zmq.Context, folder: Path
     following = sockets.receive(router)
     assert following is not None
     assert following[1].bytes == b"next"
+
+
+@pytest.mark.parametrize(("size", "copied"), [(1 << 10, True), (PIECE_BYTES, False)])
+def test_a_large_frame_is_not_copied(
+    context: zmq.Context, folder: Path, size: int, copied: bool
+) -> None:
+    """What the memory holds is sent when it is sent: here nobody is connected yet."""
+    # Not one of ours: it takes messages before it is connected.
+    dealer = context.socket(zmq.DEALER)
+    memory = bytearray(size)
+    dealer.connect(f"ipc://{folder}/late")
+    assert sockets.send(dealer, [b"header", memoryview(memory)])
+    memory[:] = b"x" * size
+    late, _ = sockets.open_router(context, f"ipc://{folder}/late", node="n")
+    assert late.poll(2_000)
+    frames = sockets.receive(late)
+    assert frames is not None
+    assert (frames[2].bytes == bytes(size)) == copied
+    dealer.close(linger=0)

@@ -228,9 +228,16 @@ def _check_ipc_path(path: str, node: str) -> None:
 
 
 def send(socket: Socket, frames: Sequence[Frame]) -> bool:
-    """Hands one message to ZeroMQ; False: its pipe is full, none of it was sent. Gone: no peer."""
+    """Hands one message to ZeroMQ; False: its pipe is full, none of it was sent. Gone: no peer.
+
+    A frame of 64 KiB or more is not copied: ZeroMQ sends what its memory holds *then*. Nobody
+    writes there before the message has had its effect: a push slot waits for its Ack, what Params
+    and CutPart show for its Return, boxes for the next pass, a table of Evaluated for the next
+    Evaluate. A copy that is still on its way then (it was sent again) is old by its number, and
+    its receiver ignores it, whatever it has become.
+    """
     try:
-        socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+        socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
     except zmq.Again:
         return False
     except zmq.ZMQError as error:

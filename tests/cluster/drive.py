@@ -9,10 +9,12 @@ import json
 import sys
 import time
 from functools import partial
+from typing import Any
 
 import dbctl.run.train
 from dbctl.cli.main import main
 from dbctl.run.records import RunRecords
+from dbctl.run.wiring import apart
 from tests.cluster.roles import watch_pickle
 
 HELD_UP_AT = 30  # the n-th record of a worker
@@ -38,9 +40,12 @@ def drive(argv: list[str]) -> int:
     factories = {
         role: f"tests.cluster.roles:{name}" for role, name in settings["factories"].items()
     }
-    more = {} if settings["lease_s"] is None else {"lease_s": settings["lease_s"]}
+    more: dict[str, Any] = {} if settings["lease_s"] is None else {"lease_s": settings["lease_s"]}
     if settings["held_up_s"] is not None:
         hold_up(settings["held_up_s"])
+    if settings.get("apart"):
+        address, encrypted = settings["apart"]
+        more["wire"] = lambda plan: apart(plan, address, encrypted=encrypted)
     dbctl.run.train.train = partial(dbctl.run.train.train, factories=factories, **more)
     return main(argv[1:])
 
