@@ -6,13 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dbctl.checkpoint.reader import newest_good
 from dbctl.region import Range
-from dbctl.rundir import read_metrics
 
 pytestmark = pytest.mark.cluster
 
@@ -57,9 +55,6 @@ class Run:
         assert not warnings
         assert checkpoint.manifest.step == 60
         return checkpoint.read("parameters", Range(0, checkpoint.n_elements)).tobytes()
-
-    def accuracy(self) -> Any:
-        return [r["accuracy"] for r in read_metrics(self.run_dir) if r["event"] == "evaluated"]
 
     def logs(self) -> str:
         return "".join(path.read_text() for path in (self.run_dir / "logs").iterdir())
