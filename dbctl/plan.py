@@ -66,8 +66,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     training: bool = True  # False: `dbctl eval`
     starts: tuple[int | None, ...] = ()  # of a shard: where each partition's slice begins
     tcp: Tcp | None = None  # None: all that it talks to are on its own host
-    far: tuple[str, ...] = ()  # what is on another host and reached through the agents
-    bulk: str = "memory"  # inline: the controller cannot map this host's memory
+    far: tuple[str, ...] = ()  # reached through the agents, and maps no memory of this host
     factory: str = ""  # tests: module:function that builds the role instead of dbctl's own
 
 

@@ -60,6 +60,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     control: str  # the controller's socket
     command: tuple[str, ...]
     initialize_from: str | None = None  # DIRECTORY@STEP of another run
+    encryption: str | None = None  # on, off: of what goes between hosts; None: nothing does
 
     @classmethod
     def of_this_process(cls, run: str, *, control: str, command: Sequence[str]) -> RunInfo:

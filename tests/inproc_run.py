@@ -37,6 +37,7 @@ from dbctl.run.setting import (
     plan_of,
 )
 from dbctl.run.train import Life
+from dbctl.run.wiring import wired
 from dbctl.rundir import RunDir, RunInfo, create
 
 LIMIT_S = 100_000.0
@@ -79,7 +80,8 @@ class InprocRun:
         faults: Faults | None = None,
     ) -> None:
         data = digest(plan.experiment.data.train)
-        self.life = Life(plan, run_dir, SilentDisplay(), origin=origin, data=data)
+        wiring = wired(plan, {})
+        self.life = Life(plan, run_dir, SilentDisplay(), origin=origin, data=data, wiring=wiring)
         self.coordinator = self.life.coordinator
         self.records: list[Record] = []
         self.saved: list[int] = []

@@ -13,8 +13,9 @@ from dbctl.experiment.specs import HostSpec
 from dbctl.launch.local import LocalLauncher
 from dbctl.launch.ssh import SshLauncher, errand, ssh_command
 from dbctl.run.dry import dry_run
-from dbctl.run.hosts import launcher_of
+from dbctl.run.hosts import addresses, launcher_of, wire
 from dbctl.run.train import prepare, train
+from dbctl.run.wiring import UNENCRYPTED
 from tests.inproc_run import SilentDisplay
 
 FILE = str(Path(__file__).parent.parent / "experiments" / "digits-downpour.yaml")
@@ -44,7 +45,9 @@ def test_the_commands_are_those_of_the_launcher() -> None:
         assert text[at].endswith(f"slots, others connect to {address}")
         one = errand(agent, host, runtime="RUNTIME", token="TOKEN")
         assert shlex.split(text[at + 1]) == ssh_command(one)
-    assert text[-1].startswith("note: the plan needs 2 hosts (a, b), and data between hosts")
+    assert text[-1] == "between hosts: tcp, encrypted, with a key of its own for each process"
+    open_to_all = TWO.replace("launcher: ssh", "launcher: ssh, encryption: off")
+    assert lines(open_to_all)[-1] == f"between hosts: tcp, {UNENCRYPTED}"
 
 
 def test_json_holds_the_same() -> None:
@@ -62,14 +65,58 @@ def test_json_holds_the_same() -> None:
 
 def test_one_host_is_no_trouble() -> None:
     text = lines(ONE)
-    assert not any(line.startswith("note:") for line in text)
+    assert not any(line.startswith("between hosts:") for line in text)
     assert any(line.startswith("a: agent-0, ") for line in text)
 
 
-def test_more_than_one_host_is_refused_before_a_directory_is_made(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="data between hosts is not sent yet"):
-        train(FILE, [TWO], run_dir=str(tmp_path / "run"), display=SilentDisplay())
+def test_a_host_without_an_address_is_told_before_a_directory_is_made(tmp_path: Path) -> None:
+    nowhere = TWO.replace("name: b,", "name: b, address: no.such.host.invalid,")
+    with pytest.raises(PlanError, match=r"host b: no address of no\.such\.host\.invalid is known"):
+        train(FILE, [nowhere], run_dir=str(tmp_path / "run"), display=SilentDisplay())
     assert list(tmp_path.iterdir()) == []
+
+
+KNOWN = {
+    "a.org": ["10.0.0.1", "10.0.0.9"],
+    "b": ["127.0.1.1", "10.0.0.2"],
+    "c": ["127.0.1.1"],
+    "d": ["::1"],
+}
+
+
+def look_up(name: str) -> list[str]:
+    if name not in KNOWN:
+        raise OSError(-2, "Name or service not known")
+    return KNOWN[name]
+
+
+def found(*hosts: HostSpec) -> dict[str, str]:
+    return addresses(hosts, look_up)
+
+
+A, B = HostSpec(name="a", ssh="me@a.org"), HostSpec(name="b")
+C, D = HostSpec(name="c"), HostSpec(name="d")
+
+
+def test_names_are_looked_up_here_and_addresses_are_not() -> None:
+    given = HostSpec(name="g", ssh="c", address="FE80::2")
+    assert found(A, B, given) == {"a": "10.0.0.1", "b": "10.0.0.2", "g": "fe80::2"}
+
+
+def test_loopback_is_no_address_for_others_unless_all_are_this_machine() -> None:
+    assert found(C, D) == {"c": "127.0.1.1", "d": "::1"}
+    with pytest.raises(PlanError) as caught:
+        found(A, C, HostSpec(name="e"))
+    assert str(caught.value) == (
+        "host e: no address of e is known here: OSError: [Errno -2] Name or service not known; "
+        "host c: others would connect to 127.0.1.1, and reach themselves: "
+        "give each its `address`, where the other hosts reach it"
+    )
+
+
+def test_what_is_alone_needs_no_address() -> None:
+    wiring = wire(prepare(FILE, [ONE.replace("a.org", "no.such.host.invalid")]))
+    assert wiring.address_of == {}
 
 
 def test_the_cluster_chooses_the_launcher(tmp_path: Path) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from dbctl.errors import LaunchError, PlanError
+from dbctl.errors import LaunchError
 from dbctl.experiment.read import load, parse
 from dbctl.experiment.specs import Experiment, PartitionSpec, SandblasterSpec
 from dbctl.launch.base import AgentHandle
 from dbctl.plan import NodeSpec, Plan, make_evaluation_plan, make_plan
 from dbctl.region import Range
-from dbctl.run.hosts import check_reach
 from dbctl.run.methods import coordinator_start, state_vectors
 from dbctl.run.nodes import Node
 from dbctl.run.setting import (
@@ -26,6 +25,7 @@ from dbctl.run.setting import (
     network_digest,
     resolve_threads,
 )
+from dbctl.run.wiring import Wiring, wired
 from dbctl.wire import Position
 
 FILE = Path(__file__).parent.parent / "experiments" / "digits-downpour.yaml"
@@ -184,11 +184,15 @@ def spread() -> Plan:
     return make_plan(replace(given, shards=2), rows=100, test_rows=0, cores=2)
 
 
+def wiring_of(plan: Plan) -> Wiring:
+    return wired(plan, {"a": "10.0.0.1", "b": "10.0.0.2"})
+
+
 def test_each_node_is_told_of_its_own_hosts_agent_and_directory(tmp_path: Path) -> None:
     plan = spread()
     assert plan.hosts == ("a", "b"), "a host without a node has no agent"
     agents = {"a": "agent-0", "b": "agent-2"}
-    nodes = nodes_of(plan, tmp_path)
+    nodes = nodes_of(plan, tmp_path, wiring=wiring_of(plan))
     assert {node.host for node in nodes.values()} == {"a", "b"}
     for place in plan.nodes:
         node = nodes[place.node]
@@ -203,11 +207,13 @@ def test_a_nodes_program_and_memory_are_those_of_its_host(tmp_path: Path) -> Non
     near, far = agents_of(plan)
     far = replace(far, python="/there/python3", shares_memory=False)
     origin = Origin(positions=beginnings(plan.experiment.replicas))
-    nodes = make_nodes(plan, [near, far], run="r", run_dir=tmp_path, origin=origin)
+    nodes = make_nodes(
+        plan, [near, far], run="r", run_dir=tmp_path, origin=origin, wiring=wiring_of(plan)
+    )
     for node in nodes.values():
         on_far = node.host == "b"
         assert (node.order.argv[0] == "/there/python3") == on_far
-        assert spec_of(node).bulk == ("inline" if on_far else "memory")
+        assert spec_of(node).far == (("controller",) if on_far else ())
 
 
 def test_a_checkpoint_that_agents_cannot_pass_on_is_refused_before_the_start(
@@ -226,10 +232,19 @@ def test_a_checkpoint_that_agents_cannot_pass_on_is_refused_before_the_start(
     make_nodes(measuring, [far], **fields)  # it makes no checkpoint
 
 
-def test_data_between_hosts_is_refused_until_it_can_be_sent() -> None:
-    with pytest.raises(PlanError, match=r"needs 2 hosts \(a, b\), and data between hosts is not"):
-        check_reach(spread())
-    check_reach(make())
+def test_nodes_of_two_hosts_are_told_keys_and_those_of_one_are_not(tmp_path: Path) -> None:
+    plan = spread()
+    hosts = {node.node: node.host for node in plan.nodes}
+    nodes = nodes_of(plan, tmp_path, wiring=wiring_of(plan))
+    n_rows = 0
+    for name, node in nodes.items():
+        tcp = spec_of(node).tcp
+        assert node.public == (tcp.public if tcp is not None else "")
+        rows = [] if tcp is None else [other for other, _, _ in tcp.keys]
+        assert all(hosts[other] != hosts[name] for other in rows)
+        n_rows += len(rows)
+    assert n_rows > 0
+    assert all(spec_of(node).tcp is None for node in nodes_of(make(), tmp_path).values())
 
 
 # -------------------------------------------------------------------------------- small things

@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dbctl.experiment.read import load
 from dbctl.plan import Plan, make_plan
-from dbctl.run.wiring import Ends, Wiring, apart, ends_of, one_host
+from dbctl.run.wiring import Ends, Wiring, ends_of, wired
 
 ROOT = Path(__file__).parent.parent
 
 
-def plan() -> Plan:
-    settings = ["replicas=2", "shards=2", "partition.count=2"]
+def plan(*more: str) -> Plan:
+    settings = ["replicas=2", "shards=2", "partition.count=2", *more]
     experiment = load(str(ROOT / "experiments/digits-downpour.yaml"), settings)
     return make_plan(experiment, rows=100, test_rows=10, cores=2)
 
 
+def apart(plan: Plan, address: str, *, encrypted: bool = True) -> Wiring:
+    """Every node as on a host of its own."""
+    names = [node.node for node in plan.nodes]
+    return Wiring(
+        host_of={name: name for name in names},
+        address_of=dict.fromkeys(names, address),
+        far=frozenset(names),
+        encrypted=encrypted,
+    )
+
+
 def test_on_one_host_nothing_is_told() -> None:
-    for ends in ends_of(plan(), one_host(plan()), incarnation=1).values():
+    wiring = wired(plan(), {})
+    assert wiring.encryption is None
+    for ends in ends_of(plan(), wiring, incarnation=1).values():
         assert ends == Ends(tcp=None, far=(), apart=())
+
+
+def test_a_host_that_shares_no_memory_sends_the_controller_all() -> None:
+    wiring = replace(wired(plan(), {}), far=frozenset({"localhost"}))
+    for ends in ends_of(plan(), wiring, incarnation=1).values():
+        assert ends == Ends(tcp=None, far=("controller",), apart=())
+
+
+def test_encryption_is_on_unless_it_is_written() -> None:
+    for written, encryption in (("on", "on"), ("off", "off")):
+        hosts = "hosts: [{name: a, slots: 3}, {name: b}]"
+        cluster = f"cluster={{launcher: ssh, encryption: {written}, {hosts}}}"
+        placed = plan(cluster)
+        wiring = wired(placed, {"a": "10.0.0.1", "b": "10.0.0.2"})
+        assert wiring.encryption == encryption
+        assert wiring.host_of == {node.node: node.host for node in placed.nodes}
 
 
 def told(ends: Ends) -> dict[str, str]:
@@ -55,12 +85,11 @@ def test_keys_are_new_each_time_and_none_without_encryption() -> None:
 
 def test_two_hosts_listen_only_where_somebody_of_the_other_comes() -> None:
     hosts = {node.node: "a" for node in plan().nodes} | {"shard-1": "b"}
-    wiring = Wiring(host_of=hosts, address_of={"a": "10.0.0.1", "b": "10.0.0.2"}, home="a")
+    wiring = Wiring(host_of=hosts, address_of={"a": "10.0.0.1", "b": "10.0.0.2"})
     ends = ends_of(plan(), wiring, incarnation=1)
     assert ends["shard-0"].tcp is None
     assert ends["shard-1"].tcp is not None
     assert ends["shard-1"].tcp.address == "10.0.0.2"
-    assert ends["shard-1"].far == ("controller",)
     talking = [end for name, end in ends.items() if end.apart and name != "shard-1"]
     assert talking
     for end in talking:

@@ -63,7 +63,6 @@ def run_node(spec: NodeSpec) -> int:
         lease_s=spec.lease_s,
         beat_s=beat_s(spec.lease_s),
         watch_fd=0,
-        bulk=spec.bulk,
         # Two of the largest payloads in assembly, where payloads do not go through shared memory.
         assembly_bytes=max(64 << 20, 16 * max((s.stop - s.start for s in spec.shards), default=0)),
         tcp=spec.tcp,

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from dbctl.data.sources import open_source
-from dbctl.errors import PlanError
 from dbctl.experiment.read import load
 from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
 from dbctl.plan import Plan
-from dbctl.run.hosts import check_reach, commands
+from dbctl.run.hosts import commands
 from dbctl.run.initial_run import absent
 from dbctl.run.train import prepare
+from dbctl.run.wiring import UNENCRYPTED, wired
+
+ENCRYPTED = "encrypted, with a key of its own for each process"
 
 
 def dry_run(
@@ -67,11 +69,9 @@ def text(plan: Plan) -> Iterator[str]:
         yield ""
         yield f"{host.name}: {agent}, {n} processes{slots}, others connect to {host.reached_at}"
         yield f"    {shlex.join(words)}"
-    try:
-        check_reach(plan)
-    except PlanError as error:
+    if len(plan.hosts) > 1:
         yield ""
-        yield f"note: {error}"
+        yield "between hosts: tcp, " + (ENCRYPTED if wired(plan, {}).encrypted else UNENCRYPTED)
 
 
 def plan_object(plan: Plan) -> dict[str, object]:

@@ -30,7 +30,7 @@ from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.evaluations import Measured
 from dbctl.run.find import find
-from dbctl.run.hosts import check_reach, launcher_of
+from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.nodes import Nodes
 from dbctl.run.predictions import PredictionsFile
 from dbctl.run.resume import check_network
@@ -46,6 +46,7 @@ from dbctl.run.setting import (
     new_run_id,
 )
 from dbctl.run.signals import Signals
+from dbctl.run.wiring import UNENCRYPTED
 from dbctl.rundir import RunDir
 from dbctl.wire import Exited
 
@@ -137,7 +138,7 @@ def _evaluate(
             path = checkpoint.path
             check_network(checkpoint, experiment)
             task = _Task(run_dir, experiment, request, checkpoint=checkpoint)
-            for warning in task.check_room():
+            for warning in task.warnings():
                 warn(warning)
             return task.run(signals, logs=logs, lease_s=lease_s)
         except DbctlError as error:
@@ -191,10 +192,12 @@ class _Task:
         self._plan = make_evaluation_plan(
             experiment, rows=self._source.rows, evaluators=request.workers
         )
+        self._wiring = wire(self._plan)
 
-    def check_room(self) -> list[str]:
-        check_reach(self._plan)
-        return check_room(self._plan, None, self._source)
+    def warnings(self) -> list[str]:
+        """What is to be said before anything is started; LaunchError: it cannot be."""
+        open_to_all = [UNENCRYPTED] if self._wiring.encryption == "off" else []
+        return [*open_to_all, *check_room(self._plan, None, self._source)]
 
     def _open(self) -> Source:
         data, split = self._experiment.data, self._request.split
@@ -267,6 +270,7 @@ class _Task:
             origin=Origin(restore=str(self._checkpoint.path.absolute()), positions={}),
             split=request.split,
             lease_s=lease_s,
+            wiring=self._wiring,
         )
         try:
             return session.run(nodes)

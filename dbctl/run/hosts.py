@@ -1,12 +1,21 @@
-"""How the agents of a run come up, by its experiment's `cluster`.
+"""What an experiment's `cluster` means on this machine: which launcher, and where its hosts are.
 
-Rules of this file: it chooses a launcher and refuses what cannot be reached yet; it starts nothing.
+Rules of this file: it chooses a launcher and looks up addresses; it starts nothing.
+
+Theory of operation. Hosts connect to each other at IP addresses, and each listens on its own only.
+A name is looked up here, once, so that all are told the same: what a host's own tables say of its
+name is mostly 127.0.1.1. A loopback address is refused unless every host is this machine: each
+would reach itself there.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 from dbctl.errors import PlanError
@@ -15,18 +24,10 @@ from dbctl.launch.base import Launcher
 from dbctl.launch.local import LocalLauncher
 from dbctl.launch.ssh import SshLauncher, errand, ssh_command
 from dbctl.plan import Plan
+from dbctl.process import one_line
+from dbctl.run.wiring import Wiring, wired
 
 TOKEN_BYTES = 8
-
-
-def check_reach(plan: Plan) -> None:
-    """PlanError where processes of different hosts would have to speak to each other."""
-    if len(plan.hosts) > 1:
-        used = ", ".join(plan.hosts)
-        raise PlanError(
-            f"the plan needs {len(plan.hosts)} hosts ({used}), and data between hosts is not sent "
-            "yet: expected one; give one host slots for all processes, or leave the others out"
-        )
 
 
 def members(plan: Plan) -> list[tuple[str, HostSpec]]:
@@ -36,6 +37,55 @@ def members(plan: Plan) -> list[tuple[str, HostSpec]]:
         return []
     by_name = {host.name: host for host in cluster.members}
     return [(plan.agent_of(name), by_name[name]) for name in plan.hosts]
+
+
+def wire(plan: Plan) -> Wiring:
+    """Which nodes share a host, and where hosts reach each other.
+
+    PlanError: a host whose address nobody here knows, or that only it can reach itself at.
+    """
+    hosts = [host for _, host in members(plan)]
+    return wired(plan, addresses(hosts) if len(hosts) > 1 else {})
+
+
+def addresses(
+    hosts: Sequence[HostSpec], look_up: Callable[[str], list[str]] | None = None
+) -> dict[str, str]:
+    """The IP address of each host by its name; PlanError tells of all that have none."""
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        answers = list(pool.map(partial(_address, look_up=look_up or _look_up), hosts))
+    found = {host.name: a for host, a in zip(hosts, answers, strict=True) if isinstance(a, str)}
+    faults = [str(answer) for answer in answers if not isinstance(answer, str)]
+    inside = [name for name, address in found.items() if ip_address(address).is_loopback]
+    if len(inside) < len(found):
+        faults += [
+            f"host {name}: others would connect to {found[name]}, and reach themselves"
+            for name in inside
+        ]
+    if faults:
+        do = "give each its `address`, where the other hosts reach it"
+        raise PlanError(f"{'; '.join(faults)}: {do}")
+    return found
+
+
+def _address(host: HostSpec, *, look_up: Callable[[str], list[str]]) -> str | OSError:
+    where = host.reached_at
+    try:
+        return str(ip_address(where))
+    except ValueError:
+        pass
+    try:
+        known = look_up(where)
+    except OSError as error:
+        return OSError(f"host {host.name}: no address of {where} is known here: {one_line(error)}")
+    # A machine's own name is mostly a loopback address too.
+    return next((a for a in known if not ip_address(a).is_loopback), known[0])
+
+
+def _look_up(name: str) -> list[str]:
+    """The addresses of a name as this system prefers them; at least one, or OSError."""
+    rows = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in rows]
 
 
 def launcher_of(

@@ -26,7 +26,7 @@ from dbctl.plan import Plan
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.run.find import find
-from dbctl.run.hosts import check_reach
+from dbctl.run.hosts import wire
 from dbctl.run.methods import METHOD, described, state_vectors
 from dbctl.run.room import check_room
 from dbctl.run.setting import (
@@ -40,6 +40,7 @@ from dbctl.run.setting import (
 )
 from dbctl.run.signals import Signals
 from dbctl.run.train import Life
+from dbctl.run.wiring import Wiring
 from dbctl.rundir import RunDir
 from dbctl.wire import Position
 
@@ -70,6 +71,7 @@ class Resumption:
     rows_left_out: int
     finished: bool
     data: str
+    wiring: Wiring
 
 
 def resume(
@@ -98,7 +100,14 @@ def resume(
         run_dir.logs.mkdir(exist_ok=True)  # somebody may have cleaned up
         run_dir.write_resolved(to_yaml(found.plan.experiment))
         _tell(display, found)
-        life = Life(found.plan, run_dir, display, origin=found.origin, data=found.data)
+        life = Life(
+            found.plan,
+            run_dir,
+            display,
+            origin=found.origin,
+            data=found.data,
+            wiring=found.wiring,
+        )
         life.coordinator.figures.first_loss = found.checkpoint.manifest.extra.get("first_loss")
         return life.run(signals, lease_s=lease_s, factories=factories)
 
@@ -116,7 +125,7 @@ def prepare(run_dir: RunDir, overrides: Sequence[str] = ()) -> Resumption:
     if experiment.data.train.standardize and not (run_dir.path / STATISTICS).exists():
         keep_statistics(experiment, train, run_dir)
     plan = plan_of(experiment, train, test)
-    check_reach(plan)
+    wiring = wire(plan)
     warnings = [*warnings, *check_room(plan, train, test)]
     manifest = checkpoint.manifest
     positions, left_out = beginnings(manifest, plan)
@@ -135,6 +144,7 @@ def prepare(run_dir: RunDir, overrides: Sequence[str] = ()) -> Resumption:
         rows_left_out=left_out,
         finished=_is_finished(manifest, experiment.stop),
         data=data,
+        wiring=wiring,
     )
 
 

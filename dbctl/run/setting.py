@@ -29,7 +29,7 @@ from dbctl.plan import (
     make_plan,
 )
 from dbctl.run.nodes import Node
-from dbctl.run.wiring import Wiring, ends_of, one_host, partners_of, talks_to
+from dbctl.run.wiring import Wiring, ends_of, partners_of, talks_to, wired
 from dbctl.rundir import RunDir
 from dbctl.wire import BEGINNING, Position
 
@@ -148,10 +148,12 @@ def make_nodes(
 ) -> dict[str, Node]:
     """An order for each node of the plan, to the agent of its host.
 
-    `wiring`: which nodes share a host; without it all do. `factories`: role -> module:function, for
-    tests.
+    `wiring`: where hosts reach each other; a plan of one host needs none. `factories`: role ->
+    module:function, for tests.
     """
-    ends = ends_of(plan, wiring or one_host(plan), incarnation=INCARNATION)
+    wiring = wiring or wired(plan, {})
+    far = wiring.far.union(agent.host for agent in agents if not agent.shares_memory)
+    ends = ends_of(plan, replace(wiring, far=far), incarnation=INCARNATION)
     by_host = {agent.host: agent for agent in agents}
     for agent in agents:
         _check_cuts(plan, agent)
@@ -183,7 +185,6 @@ def make_nodes(
             starts=plan.starts_in(node.node) if node.role == "shard" else (),
             tcp=ends[node.node].tcp,
             far=ends[node.node].far,
-            bulk="memory" if agent.shares_memory else "inline",
             factory=(factories or {}).get(node.role, ""),
         )
         nice = EVALUATOR_NICE if node.role == "evaluator" else 0

@@ -32,7 +32,7 @@ from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.roles.base import Save
 from dbctl.roles.cuts import CompleteCut
-from dbctl.run.hosts import check_reach, launcher_of
+from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.initial_run import settle
 from dbctl.run.methods import extra_of, leader_of, state_vectors
 from dbctl.run.records import RunRecords
@@ -53,11 +53,10 @@ from dbctl.run.setting import (
     resolve_threads,
 )
 from dbctl.run.signals import Signals
-from dbctl.run.wiring import Wiring, one_host
+from dbctl.run.wiring import UNENCRYPTED, Wiring
 from dbctl.rundir import RunDir, RunInfo, create
 
 FINISHED = ("done", "converged", "max_iterations")
-UNENCRYPTED = "encryption is off: whoever reaches these hosts can read and change the parameters"
 EXIT_CODES = {
     **dict.fromkeys(FINISHED, 0),
     "failed": 1,
@@ -81,18 +80,14 @@ def train(
     display: Display,
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
-    wire: Callable[[Plan], Wiring] = one_host,
 ) -> int:
-    """A new run; its exit status. DbctlError where it cannot begin.
-
-    `wire` says which nodes share a host.
-    """
+    """A new run; its exit status. DbctlError where it cannot begin."""
     with Signals() as signals:
         experiment = resolve_threads(load(path, overrides))
         train_data, test_data = open_data(experiment)
         experiment, initial = _settled(experiment, path, overrides, warn=display.warn)
         plan = plan_of(experiment, train_data, test_data)
-        check_reach(plan)
+        wiring = wire(plan)
         for warning in check_room(plan, train_data, test_data):
             display.warn(warning)
         directory = create(Path(run_dir) if run_dir else None, experiment.name)
@@ -105,8 +100,8 @@ def train(
             if initial:
                 text = f"parameters begin as those of {experiment.initialize_from}"
                 display.event("initialize", text, {"path": initial})
-            life = Life(plan, directory, display, origin=origin, data=data)
-            return life.run(signals, lease_s=lease_s, factories=factories, wire=wire)
+            life = Life(plan, directory, display, origin=origin, data=data, wiring=wiring)
+            return life.run(signals, lease_s=lease_s, factories=factories)
 
 
 def _settled(
@@ -124,13 +119,22 @@ def _settled(
 class Life:
     """One life of a run in its directory: `train` begins the first, each `resume` another.
 
-    `data` is the digest of the training data: every checkpoint keeps it.
+    `data` is the digest of the training data: every checkpoint keeps it. `wiring`: which nodes
+    share a host.
     """
 
     def __init__(
-        self, plan: Plan, run_dir: RunDir, display: Display, *, origin: Origin, data: str
+        self,
+        plan: Plan,
+        run_dir: RunDir,
+        display: Display,
+        *,
+        origin: Origin,
+        data: str,
+        wiring: Wiring,
     ) -> None:
         self.plan = plan
+        self.wiring = wiring
         self.run_dir = run_dir
         self.display = display
         self.origin = origin
@@ -149,7 +153,6 @@ class Life:
         *,
         lease_s: float = LEASE_S,
         factories: Mapping[str, str] | None = None,
-        wire: Callable[[Plan], Wiring] = one_host,
     ) -> int:
         with contextlib.ExitStack() as at_end:
             at_end.callback(self.display.close)
@@ -158,8 +161,13 @@ class Life:
             records = RunRecords(self.run_dir, self.display, self.coordinator, now=time.monotonic)
             at_end.callback(records.close)
             info = RunInfo.of_this_process(self.run_id, control=runtime, command=sys.argv)
-            initialize_from = self.experiment.initialize_from
-            self.run_dir.write_info(replace(info, initialize_from=initialize_from))
+            self.run_dir.write_info(
+                replace(
+                    info,
+                    initialize_from=self.experiment.initialize_from,
+                    encryption=self.wiring.encryption,
+                )
+            )
             session = Session(
                 run=self.run_id,
                 runtime=runtime,
@@ -178,8 +186,7 @@ class Life:
                 save=self.save,
                 log_path=lambda node: str(self.run_dir.log_path(node)),
             )
-            wiring = wire(self.plan)
-            if wiring.address_of and not wiring.encrypted:
+            if self.wiring.encryption == "off":
                 self.display.warn(UNENCRYPTED)
             records.append(
                 "start",
@@ -196,7 +203,7 @@ class Life:
                 origin=self.origin,
                 lease_s=lease_s,
                 factories=factories,
-                wiring=wiring,
+                wiring=self.wiring,
             )
             try:
                 outcome = session.run(nodes, self._make_saver)

@@ -13,44 +13,46 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dbctl.experiment.specs import SshCluster
 from dbctl.keys import Tcp
 from dbctl.plan import NodePlan, Plan
 from dbctl.transport.curve import make_keys
 
 CONTROLLER = "controller"
+UNENCRYPTED = (
+    "encryption is off: whoever reaches the hosts of this run can read and change its parameters"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
     """`host_of`: node to host; `address_of`: host to the IP address that others connect to.
 
-    `home` is the controller's host. `encrypted` is about what goes between hosts.
+    `far`: hosts whose memory the controller cannot map. `encrypted` is about what goes between
+    hosts; where there is one only, `address_of` is empty.
     """
 
     host_of: Mapping[str, str]
     address_of: Mapping[str, str]
-    home: str
+    far: frozenset[str] = frozenset()
     encrypted: bool = True
 
     def shares_host(self, one: str, other: str) -> bool:
         return self.host_of[one] == self.host_of[other]
 
+    @property
+    def encryption(self) -> str | None:
+        """`on`, `off`, or None: nothing goes between hosts."""
+        return ("on" if self.encrypted else "off") if self.address_of else None
 
-def one_host(plan: Plan) -> Wiring:
-    """All nodes where the controller is: nothing goes over tcp."""
+
+def wired(plan: Plan, addresses: Mapping[str, str]) -> Wiring:
+    """As the plan places the nodes; `addresses` of its hosts, empty if it has one only."""
+    cluster = plan.experiment.cluster
     return Wiring(
-        host_of={node.node: "localhost" for node in plan.nodes}, address_of={}, home="localhost"
-    )
-
-
-def apart(plan: Plan, address: str, *, encrypted: bool = True) -> Wiring:
-    """Every node as on a host of its own, all of which have `address`: what hosts see, on one."""
-    names = [node.node for node in plan.nodes]
-    return Wiring(
-        host_of={name: name for name in names},
-        address_of=dict.fromkeys(names, address),
-        home="localhost",
-        encrypted=encrypted,
+        host_of={node.node: node.host for node in plan.nodes},
+        address_of=addresses,
+        encrypted=not isinstance(cluster, SshCluster) or cluster.encryption == "on",
     )
 
 
@@ -85,7 +87,7 @@ def ends_of(plan: Plan, wiring: Wiring, *, incarnation: int) -> dict[str, Ends]:
         )
         ends[name] = Ends(
             tcp=tcp if others else None,
-            far=() if host == wiring.home else (CONTROLLER,),
+            far=(CONTROLLER,) if host in wiring.far else (),
             apart=others,
         )
     return ends

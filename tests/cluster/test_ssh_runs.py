@@ -143,33 +143,26 @@ def test_a_host_that_shares_neither_memory_nor_files(sshd: Sshd, tmp_path: Path)
     assert not list((tmp_path / "there").iterdir()), "it was written elsewhere"
 
 
-def test_two_agents_run_one_run(sshd: Sshd, tmp_path: Path) -> None:
-    """Both are this machine, so ipc leads from one to the other: what is not refused, here only."""
-    code = (
-        "import sys, dbctl.run.train as train\n"
-        "from dbctl.cli.main import main\n"
-        "train.check_reach = lambda plan: None\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    hosts = [host(sshd, tmp_path) | {"name": name, "slots": 2} for name in ("one", "two")]
-    two = EXPERIMENT | {"cluster": {"launcher": "ssh", "hosts": hosts}}
-    for name, experiment in (("local", EXPERIMENT), ("two", two)):
-        (tmp_path / f"{name}.yaml").write_text(json.dumps(experiment))
-        words = ["train", str(tmp_path / f"{name}.yaml"), "--run-dir", str(tmp_path / name)]
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("encryption", ["on", "off"])
+def test_two_hosts_run_one_run(sshd: Sshd, tmp_path: Path, encryption: str) -> None:
+    """Both are this machine; what goes from one to the other goes over tcp all the same."""
+    places = [("one", ["shard"]), ("two", ["worker"])]
+    hosts = [
+        host(sshd, tmp_path, address="127.0.0.1", labels=labels) | {"name": name}
+        for name, labels in places
+    ]
+    cluster = {"launcher": "ssh", "encryption": encryption, "hosts": hosts}
+    for name, changes in (("local", {}), ("two", {"cluster": cluster})):
+        with TrainRun(tmp_path, EXPERIMENT | changes, name=name) as run:
+            assert run.finish() == 0, run.story()
     logs = tmp_path / "two" / "logs"
     for i in range(2):
         assert "Started" in (logs / f"agent-{i}.log").read_text(), "each has a part of it"
     assert bits(tmp_path / "two") == bits(tmp_path / "local")
     assert leftovers(tmp_path) == []
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["encryption"] == encryption
+    told = "warning: encryption is off" in (tmp_path / "two.err").read_text()
+    assert told == (encryption == "off")
 
 
 def test_nothing_is_left_when_the_controller_is_killed(sshd: Sshd, tmp_path: Path) -> None:
