@@ -1,0 +1,101 @@
+"""Three hosts for real (tests/cluster/netns.py): no memory, no files and no address in common."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.netns import WORKDIR, Hosts
+from tests.cluster.runs import TrainRun, digits, wait_for
+from tests.cluster.test_ssh_runs import bits, dbctl
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
+
+START_LIMIT_S = 20.0  # of a start whose aim is 6 s, on a machine that has other things to do
+BLOCKING: dict[str, Any] = {
+    "type": "downpour",
+    "batch_size": 32,
+    "overlap": False,
+    "rule": {"type": "adagrad", "rate": 0.05},
+}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    directory = tmp_path_factory.mktemp("hosts")
+    with Hosts(directory, ("a", "b", "c"), hidden=tmp_path_factory.getbasetemp()) as three:
+        yield three
+
+
+@pytest.fixture(autouse=True)
+def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", hosts.path)
+
+
+def cluster(hosts: Hosts, **places: Any) -> dict[str, Any]:
+    """`places`: slots, or slots and labels, of each host that takes part."""
+    members = []
+    for name, place in places.items():
+        slots, *labels = place if isinstance(place, tuple) else (place,)
+        there = {"python": hosts.python, "workdir": WORKDIR, "labels": labels}
+        members.append({"name": name, "ssh": hosts.address[name], "slots": slots, **there})
+    return {"launcher": "ssh", "hosts": members}
+
+
+def first_step_after(run: TrainRun) -> float:
+    begin = time.monotonic()
+    wait_for(lambda: any(r["step"] for r in run.metrics("worker")), "a first step")
+    return time.monotonic() - begin
+
+
+def assert_only_own_addresses(hosts: Hosts) -> None:
+    """`ss -ltnp`: nothing listens on all addresses, and what is not sshd has a port of its own."""
+    n_ports = 0
+    for name in hosts.space:
+        for address, who in hosts.listening(name).items():
+            own = address.rpartition(":")[0].replace("[::ffff:", "").rstrip("]")
+            assert own == hosts.address[name], (name, address, who)
+            n_ports += "sshd" not in who
+    assert n_ports > 0, "they speak to each other over tcp"
+
+
+def test_three_shards_and_two_cut_replicas_learn_as_well_as_here(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    experiment = digits(shards=3, partition={"count": 2}, threads=1, stop={"epochs": 6})
+    accuracy = {}
+    for name, changes in (("local", {}), ("spread", {"cluster": cluster(hosts, a=3, b=3, c=3)})):
+        with TrainRun(tmp_path, experiment | changes, name=name) as run:
+            if changes:
+                took_s = first_step_after(run)
+                print(f"first step after {took_s:.1f} s")
+                assert_only_own_addresses(hosts)
+                assert took_s < START_LIMIT_S
+            assert run.finish() == 0, run.story()
+            accuracy[name] = run.status()["test_accuracy"]
+    assert hosts.left() == []
+    assert accuracy["spread"] > accuracy["local"] - 0.03, accuracy
+
+
+def test_a_replica_over_two_hosts_has_the_same_bits(hosts: Hosts, tmp_path: Path) -> None:
+    """Rung 8 of the ladder."""
+    experiment = digits(
+        replicas=1,
+        shards=3,
+        partition={"count": 2},
+        threads=1,
+        optimizer=BLOCKING,
+        stop={"steps": 60},
+        evaluate="off",
+    )
+    spread = cluster(hosts, a=(1, "worker"), b=2, c=(2, "shard"))
+    for name, changes in (("local", {}), ("spread", {"cluster": spread})):
+        with TrainRun(tmp_path, experiment | changes, name=name) as run:
+            assert run.finish() == 0, run.story()
+    assert hosts.left() == []
+    assert bits(tmp_path / "spread") == bits(tmp_path / "local")
