@@ -12,12 +12,11 @@
 
 Rules of this file: text is UTF-8 whatever the locale; a file is replaced whole by a rename or
 appended by lines, one write each, so a kill leaves at most one cut line, which the next run takes
-off. Paths the user gave are the user's to mend (UsageError); a disk that fails later is RunError.
+off. Paths the user gave are theirs to mend (UsageError); a disk that fails later is RunError.
 
 Theory of operation. The lock decides whether a run is going on: the kernel frees it with its
-holder, however that dies. run.json names the holder for people, by PID, start time and boot, since
-a PID alone may be another process by now. `create` takes the lock before it looks whether the
-directory is free, so of two controllers that were given one directory at once, one is refused.
+holder. run.json names the holder for people, by PID, start time and boot: a PID alone may be
+another process by now. Of two controllers that `create` one directory, one is refused by the lock.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     control: str  # the controller's socket
     command: tuple[str, ...]
     initialize_from: str | None = None  # DIRECTORY@STEP of another run
-    encryption: str | None = None  # on, off: of what goes between hosts; None: nothing does
+    encryption: str | None = None  # on, off: between hosts
 
     @classmethod
     def of_this_process(cls, run: str, *, control: str, command: Sequence[str]) -> RunInfo:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dbctl.experiment.read import load
 from dbctl.plan import Plan, make_plan
-from dbctl.run.wiring import Ends, Wiring, ends_of, wired
+from dbctl.run.wiring import Ends, Wiring, apart, ends_of, wired
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,17 +16,6 @@ def plan(*more: str) -> Plan:
     settings = ["replicas=2", "shards=2", "partition.count=2", *more]
     experiment = load(str(ROOT / "experiments/digits-downpour.yaml"), settings)
     return make_plan(experiment, rows=100, test_rows=10, cores=2)
-
-
-def apart(plan: Plan, address: str, *, encrypted: bool = True) -> Wiring:
-    """Every node as on a host of its own."""
-    names = [node.node for node in plan.nodes]
-    return Wiring(
-        host_of={name: name for name in names},
-        address_of=dict.fromkeys(names, address),
-        far=frozenset(names),
-        encrypted=encrypted,
-    )
 
 
 def test_on_one_host_nothing_is_told() -> None:

@@ -80,8 +80,12 @@ def train(
     display: Display,
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
+    wire: Callable[[Plan], Wiring] = wire,
 ) -> int:
-    """A new run; its exit status. DbctlError where it cannot begin."""
+    """A new run; its exit status. DbctlError where it cannot begin.
+
+    `wire` says which nodes share a host.
+    """
     with Signals() as signals:
         experiment = resolve_threads(load(path, overrides))
         train_data, test_data = open_data(experiment)

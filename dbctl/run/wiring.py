@@ -56,6 +56,17 @@ def wired(plan: Plan, addresses: Mapping[str, str]) -> Wiring:
     )
 
 
+def apart(plan: Plan, address: str, *, encrypted: bool = True) -> Wiring:
+    """Every node as on a host of its own, all of which have `address`: what hosts see, on one."""
+    names = [node.node for node in plan.nodes]
+    return Wiring(
+        host_of={name: name for name in names},
+        address_of=dict.fromkeys(names, address),
+        far=frozenset(names),
+        encrypted=encrypted,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ends:
     """What one node is told (`tcp`, `far`: NodeSpec), and whom of other hosts it meets."""

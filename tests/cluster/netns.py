@@ -1,9 +1,9 @@
 """Hosts of their own on this machine: network namespaces, a bridge, and a real sshd in each.
 
 Theory of operation. Each host is a network namespace, and in it a table of processes and mounts of
-its own: its /tmp, /run and work directory are empty and nobody else's; of the rest it sees only what
-dbctl needs to run there (the source, Python, the keys). Two hosts share no memory, no socket and no
-directory of a run. The bridge is in a namespace too, and only `ssh` (a wrapper, first in PATH) goes
+its own: its /tmp, /run and work directory are empty and nobody else's, but for what dbctl needs to
+run there (the source, Python, the keys). Two hosts share no memory, no socket and no directory of a
+run. The bridge is in a namespace too, and only `ssh` (a wrapper, first in PATH) goes
 there: addresses here meet no others of this machine. All ends with the namespaces' first processes.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.cluster.netns import WORKDIR, Hosts
 from tests.cluster.runs import TrainRun, digits, wait_for
-from tests.cluster.test_ssh_runs import bits, dbctl
+from tests.cluster.test_ssh_runs import bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
