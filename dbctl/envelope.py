@@ -13,9 +13,10 @@ import msgspec
 from dbctl import wire
 from dbctl.wire import Message, Peer
 from dbctl.wire_batch import BatchMessage
+from dbctl.wire_files import FileMessage
 from dbctl.wire_logs import LogMessage
 
-AnyMessage = wire.AnyMessage | BatchMessage | LogMessage
+AnyMessage = wire.AnyMessage | BatchMessage | LogMessage | FileMessage
 
 PROTOCOL_VERSION = 2
 HEADER_BYTES = 64 << 10

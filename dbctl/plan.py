@@ -37,6 +37,13 @@ STATE_VECTORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
 METHOD_VECTORS = 3  # of a batch method besides those it keeps: direction, trial, its gradient
 
 
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node asks the controller for: the checkpoint's vectors, and its count of updates."""
+
+    vectors: tuple[str, ...] = ()
+    updates: int = 0
+
+
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What one node is told at its start.
 
@@ -67,6 +74,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     starts: tuple[int | None, ...] = ()  # of a shard: where each partition's slice begins
     tcp: Tcp | None = None  # None: all that it talks to are on its own host
     far: tuple[str, ...] = ()  # reached through the agents, and maps no memory of this host
+    sent: Sent | None = None  # None: the run's files are read where they are
     factory: str = ""  # tests: module:function that builds the role instead of dbctl's own
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dbctl import wire, wire_batch, wire_logs
+from dbctl import wire, wire_batch, wire_files, wire_logs
 from dbctl.wire import Message, Peer
 
 CONTROLLER = "controller"
 
 Kinds = frozenset[type[Message]]
 
-_OF_EVERY_NODE: Kinds = frozenset({wire.Ready, wire.Beat, wire.Failed})
+_OF_EVERY_NODE: Kinds = frozenset({wire.Ready, wire.Beat, wire.Failed, wire_files.ReadVector})
 _AMONG_PARTITIONS: Kinds = frozenset({wire.Boxes, wire.Need})
 _OF_A_SHARD: Kinds = frozenset({wire.Welcome, wire.Params})
 

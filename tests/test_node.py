@@ -273,7 +273,7 @@ def spec(**more: Any) -> NodeSpec:
 
 
 def test_a_test_may_name_its_own_role() -> None:
-    assert isinstance(build_role(spec(factory="tests.cluster.factories:echo")), Echo)
+    assert isinstance(build_role(spec(factory="tests.cluster.factories:echo"), None), Echo)
 
 
 def test_the_spec_is_one_line_and_what_follows_stays_in_the_pipe() -> None:

@@ -50,6 +50,14 @@ class Checkpoint:
         """Length of each flat vector."""
         return self._layout.n_elements
 
+    @property
+    def vectors(self) -> Sequence[str]:
+        return self.manifest.vectors
+
+    @property
+    def updates(self) -> int:
+        return self.manifest.updates
+
     def read(self, vector: str, span: Range) -> NDArray[Any]:
         """Elements `span` of a flat vector: a new array (len(span),) of the checkpoint's dtype.
 

@@ -6,17 +6,18 @@ a shard loads no data, a worker no optimiser state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from dbctl.checkpoint.layout import PARAMETERS
-from dbctl.checkpoint.reader import Checkpoint, open_checkpoint
+from dbctl.checkpoint.reader import open_checkpoint
 from dbctl.data.dataset import Dataset
 from dbctl.data.order import subset
 from dbctl.data.prepare import Statistics
-from dbctl.data.sources import open_source
+from dbctl.data.sources import Source, open_source
 from dbctl.experiment.resolve import from_json
 from dbctl.experiment.specs import (
     DownpourSpec,
@@ -29,6 +30,7 @@ from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.initial import fill_initial
 from dbctl.model.network import tensors
 from dbctl.node.compute import EVALUATION_BATCH, NetworkGradient, NetworkMeasure, Share
+from dbctl.node.distant import Distant
 from dbctl.node.portions import NetworkPortions
 from dbctl.optim.gradients import prepare
 from dbctl.optim.methods import saved_names
@@ -46,15 +48,30 @@ from dbctl.roles.shard import Shard, ShardStart
 TERM = 1
 
 
-def build(spec: NodeSpec, allocate: Allocate) -> Role:
-    """The role that `spec` asks for. DataError, CheckpointError: its files are not as promised."""
+class Saved(Protocol):
+    """A checkpoint as a node reads it, wherever it is."""
+
+    @property
+    def vectors(self) -> Sequence[str]: ...
+
+    @property
+    def updates(self) -> int: ...
+
+    def read(self, vector: str, span: Range) -> Array: ...
+
+
+def build(spec: NodeSpec, allocate: Allocate, distant: Distant | None = None) -> Role:
+    """The role that `spec` asks for. DataError, CheckpointError: its files are not as promised.
+
+    `distant`: who has the run's files where this host has none.
+    """
     experiment = from_json(spec.experiment)
     if spec.role == "shard":
-        return build_shard(spec, experiment, allocate)
+        return build_shard(spec, experiment, allocate, distant=distant)
     if spec.role == "worker":
-        return build_worker(spec, experiment, allocate)
+        return build_worker(spec, experiment, allocate, distant=distant)
     assert spec.role == "evaluator", spec.role
-    return build_evaluator(spec, experiment, allocate)
+    return build_evaluator(spec, experiment, allocate, distant=distant)
 
 
 def cut_of(experiment: Experiment) -> NetworkCut:
@@ -64,7 +81,10 @@ def cut_of(experiment: Experiment) -> NetworkCut:
     )
 
 
-def build_shard(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> Role:
+def build_shard(
+    spec: NodeSpec, experiment: Experiment, allocate: Allocate, *, distant: Distant | None
+) -> Role:
+    checkpoint = _saved(spec, distant)
     mine = next(s for s in spec.shards if s.node == spec.node)
     span, cut = Range(mine.start, mine.stop), cut_of(experiment)
     optimizer = experiment.optimizer
@@ -77,16 +97,15 @@ def build_shard(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> R
     }
     if isinstance(optimizer, SandblasterSpec):
         # An evaluation reads the parameters only, and no state is made before it is written.
-        checkpoint = open_checkpoint(Path(spec.restore), verify=False) if spec.restore else None
-        saved = checkpoint.manifest.vectors if checkpoint and spec.training else ()
+        saved = checkpoint.vectors if checkpoint and spec.restore and spec.training else ()
         state = {n: np.zeros(len(span), np.float32) for n in saved if n != PARAMETERS}
-        values, _ = _values(spec, experiment, state, cut=cut, span=span)
+        values, _ = _values(spec, experiment, state, cut=cut, span=span, checkpoint=checkpoint)
         kept = saved_names(optimizer.method, history=optimizer.history)
         start = BatchShardStart(**common, values=values, state=state, kept=kept)
         return BatchShard(start, allocate=allocate)
     rule = make_rule(optimizer.rule, size=len(span))
     state = rule.new_state(len(span), "float32")
-    values, version = _values(spec, experiment, state, cut=cut, span=span)
+    values, version = _values(spec, experiment, state, cut=cut, span=span, checkpoint=checkpoint)
     scaling = isinstance(optimizer, DownpourSpec) and optimizer.staleness_scaling
     online = ShardStart(
         **common, values=values, state=state, rule=rule, version=version, staleness_scaling=scaling
@@ -94,31 +113,40 @@ def build_shard(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> R
     return Shard(online, allocate=allocate)
 
 
+def _saved(spec: NodeSpec, distant: Distant | None) -> Saved | None:
+    """What a shard begins with; None: with initial values."""
+    path = spec.restore or spec.initialize
+    if not path or distant is not None:
+        return distant if path else None
+    # The controller has verified the checksums of all files before any node was started.
+    return open_checkpoint(Path(path), verify=False)
+
+
 def _values(
-    spec: NodeSpec, experiment: Experiment, state: dict[str, Array], *, cut: NetworkCut, span: Range
+    spec: NodeSpec,
+    experiment: Experiment,
+    state: dict[str, Array],
+    *,
+    cut: NetworkCut,
+    span: Range,
+    checkpoint: Saved | None,
 ) -> tuple[Array, int]:
     """Parameters `span` and their count of updates; `state` is filled as far as it was saved."""
     values = np.zeros(len(span), np.float32)
-    if spec.restore:
-        # The controller has verified the checksums of all files before any node was started.
-        checkpoint = open_checkpoint(Path(spec.restore), verify=False)
-        restore(values, PARAMETERS, checkpoint, cut=cut, span=span)
-        for name, vector in state.items():
-            # An evaluation may read a run of batch methods, which saves no such state.
-            if name in checkpoint.manifest.vectors:
-                restore(vector, name, checkpoint, cut=cut, span=span)
-        return values, checkpoint.manifest.updates
-    if spec.initialize:
-        checkpoint = open_checkpoint(Path(spec.initialize), verify=False)
-        restore(values, PARAMETERS, checkpoint, cut=cut, span=span)
-    else:
+    if checkpoint is None:
         begin(values, cut, span, seed=experiment.seed)
-    return values, 0
+        return values, 0
+    restore(values, PARAMETERS, checkpoint, cut=cut, span=span)
+    if not spec.restore:
+        return values, 0
+    for name, vector in state.items():
+        # An evaluation may read a run of batch methods, which saves no such state.
+        if name in checkpoint.vectors:
+            restore(vector, name, checkpoint, cut=cut, span=span)
+    return values, checkpoint.updates
 
 
-def restore(
-    out: Array, vector: str, checkpoint: Checkpoint, *, cut: NetworkCut, span: Range
-) -> None:
+def restore(out: Array, vector: str, checkpoint: Saved, *, cut: NetworkCut, span: Range) -> None:
     """Elements `span` of the cut's flat vector from a checkpoint of whole tensors."""
     for piece in cut.pieces:
         for start, run in piece.runs(span.intersection(piece.range)):
@@ -147,15 +175,17 @@ def decays(cut: NetworkCut, span: Range, *, l2: float) -> list[tuple[Range, floa
     return parts
 
 
-def build_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> Role:
+def build_worker(
+    spec: NodeSpec, experiment: Experiment, allocate: Allocate, *, distant: Distant | None
+) -> Role:
     optimizer = experiment.optimizer
     if isinstance(optimizer, SandblasterSpec):
-        return build_batch_worker(spec, experiment, allocate)
+        return build_batch_worker(spec, experiment, allocate, distant=distant)
     cut = cut_of(experiment)
     batch_size = optimizer.batch_size
     gradient = NetworkGradient(
         Share(cut, spec.partition, batch_size=batch_size, allocate=allocate),
-        _rows_of(spec, experiment),
+        _rows_of(spec, experiment, distant),
         seed=experiment.seed,
         replica=spec.replica,
         batch_size=batch_size,
@@ -185,12 +215,15 @@ def build_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> 
     return Downpour(start, allocate=allocate)
 
 
-def build_batch_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> BatchWorker:
+def build_batch_worker(
+    spec: NodeSpec, experiment: Experiment, allocate: Allocate, *, distant: Distant | None
+) -> BatchWorker:
     optimizer = experiment.optimizer
     assert isinstance(optimizer, SandblasterSpec)
     cut = cut_of(experiment)
     train = experiment.data.train
-    rows = Dataset(open_source(train), train, statistics=_statistics(spec, train))
+    source = open_source(train)
+    rows = Dataset(source, train, statistics=_statistics(spec, train, source, distant=distant))
     gradient = NetworkPortions(
         Share(cut, spec.partition, batch_size=min(optimizer.portion, len(rows)), allocate=allocate),
         rows,
@@ -209,22 +242,33 @@ def build_batch_worker(spec: NodeSpec, experiment: Experiment, allocate: Allocat
     return BatchWorker(start, allocate=allocate)
 
 
-def _rows_of(spec: NodeSpec, experiment: Experiment) -> Dataset:
+def _rows_of(spec: NodeSpec, experiment: Experiment, distant: Distant | None) -> Dataset:
     """The replica's own rows: row i of one seeded permutation is of replica i mod R."""
-    source = open_source(experiment.data.train)
+    train = experiment.data.train
+    source = open_source(train)
     rows = subset(source.rows, experiment.seed, replica=spec.replica, replicas=experiment.replicas)
-    statistics = _statistics(spec, experiment.data.train)
-    return Dataset(source, experiment.data.train, statistics=statistics, rows=rows)
+    statistics = _statistics(spec, train, source, distant=distant)
+    return Dataset(source, train, statistics=statistics, rows=rows)
 
 
-def _statistics(spec: NodeSpec, source: SourceSpec) -> Statistics | None:
-    return Statistics.load(spec.statistics) if source.standardize else None
+def _statistics(
+    spec: NodeSpec, asked: SourceSpec, source: Source, *, distant: Distant | None
+) -> Statistics | None:
+    if not asked.standardize:
+        return None
+    if distant is not None:
+        return distant.statistics(source.features)
+    return Statistics.load(spec.statistics)
 
 
-def build_evaluator(spec: NodeSpec, experiment: Experiment, allocate: Allocate) -> Evaluator:
-    source = experiment.data.train if spec.split == "train" else experiment.data.test
-    assert source is not None, f"no data.{spec.split}"
-    dataset = Dataset(open_source(source), source, statistics=_statistics(spec, source))
+def build_evaluator(
+    spec: NodeSpec, experiment: Experiment, allocate: Allocate, *, distant: Distant | None
+) -> Evaluator:
+    asked = experiment.data.train if spec.split == "train" else experiment.data.test
+    assert asked is not None, f"no data.{spec.split}"
+    source = open_source(asked)
+    statistics = _statistics(spec, asked, source, distant=distant)
+    dataset = Dataset(source, asked, statistics=statistics)
     cut = cut_of(experiment)
     share = Share(cut, spec.partition, batch_size=EVALUATION_BATCH, allocate=allocate)
     measure = NetworkMeasure(share, dataset, outputs=cut.shapes[-1])

@@ -76,7 +76,7 @@ def run_node(spec: NodeSpec) -> int:
     threading.Thread(target=_watch, args=(link, spec.node), name="watch", daemon=True).start()
     linger_s = 0.0
     try:
-        role = build_role(spec)
+        role = build_role(spec, link)
         gc.collect()
         gc.freeze()
         Loop(link, role, spec.node).run()
@@ -119,23 +119,23 @@ class Loop:
                 wait_s = WAIT_MAX_S if self.done else min(due - now, WAIT_MAX_S)
             for peer, message in link.receive(wait_s):
                 self._take(peer, message)
-            now = self._check()
+            now = check(self.link)
             if role.due <= now and not self.done:
                 effects = role.step(now)
                 link.steps += 1
-                self._check()
+                check(self.link)
                 self._act(effects)
 
     def _join(self) -> list[tuple[Peer, Message]]:
         """Says Ready until somebody speaks; gives back what was said, Peers already followed."""
         ready = Ready(self.link.endpoint, os.getpid(), self.link.tcp_endpoint)
         while True:
-            self._check()
+            check(self.link)
             self.link.send(CONTROLLER, ready)
             again = _now() + READY_AGAIN_S
             while (wait_s := again - _now()) > 0.0:
                 batch = self.link.receive(min(wait_s, WAIT_MAX_S))
-                self._check()
+                check(self.link)
                 if batch:
                     # Peers first, whatever came before it: the role's first effects need its peers.
                     for peer, message in batch:
@@ -145,17 +145,8 @@ class Loop:
                         (peer, message) for peer, message in batch if type(message) is not Peers
                     ]
 
-    def _check(self) -> float:
-        """The time, if this node may still act at it; else Ended."""
-        now = _now()
-        if self.link.closed_by_parent:
-            raise Ended(EXIT_ORPHANED, "standard input ended: the agent is gone, or ends this node")
-        if not self.link.lease_in_force(now):
-            raise Ended(EXIT_FENCED, "the lease ran out: nothing was heard of the controller")
-        return now
-
     def _take(self, peer: Peer, message: Message) -> None:
-        now = self._check()
+        now = check(self.link)
         kind = type(message)
         if kind is Peers or kind is Finish or kind is Gone:
             if peer.node != CONTROLLER:
@@ -191,11 +182,38 @@ class Loop:
                 raise AssertionError(f"a node's role may only send, found {type(effect).__name__}")
 
 
-def build_role(spec: NodeSpec) -> Role:
+def build_role(spec: NodeSpec, link: Link) -> Role:
     """The role that `spec` asks for: dbctl's own, or what a test names as module:function."""
-    module, _, function = (spec.factory or "dbctl.node.build:build").partition(":")
+    if not spec.factory:
+        from dbctl.node.build import build
+        from dbctl.node.distant import Distant
+
+        if spec.sent is None:
+            return build(spec, allocate)
+        send = partial(link.send, CONTROLLER)
+        return build(spec, allocate, Distant(spec.sent, send=send, hear=partial(_hear, link)))
+    module, _, function = spec.factory.partition(":")
     factory = getattr(importlib.import_module(module), function)
     return cast(Callable[[NodeSpec, Allocate], Role], factory)(spec, allocate)
+
+
+def _hear(link: Link, wait_s: float) -> list[tuple[Peer, Message]]:
+    """What has come while the role is built; Ended where there is no use for it any more."""
+    batch = link.receive(min(wait_s, WAIT_MAX_S))
+    check(link)
+    if any(peer.node == CONTROLLER and type(message) is Finish for peer, message in batch):
+        raise Ended(EXIT_DONE, "finished before it began")
+    return batch
+
+
+def check(link: Link) -> float:
+    """The time, if this node may still act at it; else Ended."""
+    now = _now()
+    if link.closed_by_parent:
+        raise Ended(EXIT_ORPHANED, "standard input ended: the agent is gone, or ends this node")
+    if not link.lease_in_force(now):
+        raise Ended(EXIT_FENCED, "the lease ran out: nothing was heard of the controller")
+    return now
 
 
 def _watch(link: Link, node: str) -> None:

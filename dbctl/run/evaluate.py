@@ -44,6 +44,7 @@ from dbctl.run.setting import (
     evaluator_groups,
     make_nodes,
     new_run_id,
+    vectors_of,
 )
 from dbctl.run.signals import Signals
 from dbctl.run.wiring import UNENCRYPTED
@@ -242,6 +243,7 @@ class _Task:
     ) -> Outcome:
         request, plan = self._request, self._plan
         run, runtime = new_run_id(), make_runtime()
+        origin = Origin(restore=str(self._checkpoint.path.absolute()), positions={})
         launcher = launcher_of(
             plan,
             run=run,
@@ -260,6 +262,7 @@ class _Task:
             records=records,
             signals=signals,
             lease_s=lease_s,
+            vectors=vectors_of(origin, self._run_dir.path),
             log_path=lambda node: str(Path(logs) / f"{node}.log"),
         )
         nodes = partial(
@@ -267,7 +270,7 @@ class _Task:
             plan,
             run=run,
             run_dir=self._run_dir.path.absolute(),
-            origin=Origin(restore=str(self._checkpoint.path.absolute()), positions={}),
+            origin=origin,
             split=request.split,
             lease_s=lease_s,
             wiring=self._wiring,

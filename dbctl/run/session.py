@@ -29,8 +29,10 @@ from dbctl.run.nodes import Node, Nodes, died
 from dbctl.run.pulse import Pulse
 from dbctl.run.saver import Saved, Saver
 from dbctl.run.signals import Signals
+from dbctl.run.vectors import Vectors
 from dbctl.transport.link import Link
 from dbctl.wire import Beat, Exited, Finish, Lease, Message, Peer, Ready, Started
+from dbctl.wire_files import ReadVector
 from dbctl.wire_logs import LogText
 
 CONTROLLER = "controller"
@@ -80,6 +82,7 @@ class Session:
         records: Records,
         signals: Signals,
         lease_s: float,
+        vectors: Vectors,
         save: Callable[[Saver, Save], None] | None = None,
         log_path: Callable[[str], str],
     ) -> None:
@@ -90,6 +93,7 @@ class Session:
         self._records = records
         self._signals = signals
         self._lease_s = lease_s
+        self._vectors = vectors
         self._save = save
         self._log_path = log_path
         self._link: Link | None = None
@@ -238,6 +242,9 @@ class Session:
             case LogText():
                 self._file(peer, message)
                 return
+            case ReadVector():
+                self._send_part(peer, message)
+                return
             case Exited(node):
                 known = self._nodes.nodes.get(node)
                 if known is None or not known.alive:
@@ -257,6 +264,12 @@ class Session:
         if answer is not None:
             assert self._link is not None
             self._link.send(agent.node, answer)
+
+    def _send_part(self, peer: Peer, asked: ReadVector) -> None:
+        part = self._vectors.answer(peer, asked)
+        if part is not None:
+            assert self._link is not None
+            self._link.send(peer.node, part)
 
     def _blame(self, exited: Exited) -> None:
         """The run ends because of this death: its outcome says so with the log's tail."""

@@ -29,6 +29,7 @@ from dbctl.plan import (
     make_plan,
 )
 from dbctl.run.nodes import Node
+from dbctl.run.vectors import Vectors
 from dbctl.run.wiring import Wiring, ends_of, partners_of, talks_to, wired
 from dbctl.rundir import RunDir
 from dbctl.wire import BEGINNING, Position
@@ -134,6 +135,15 @@ def evaluator_groups(plan: Plan) -> list[list[str]]:
     return list(groups.values())
 
 
+def vectors_of(origin: Origin, run_dir: Path) -> Vectors:
+    """What this life's nodes may read of files that their hosts have not."""
+    statistics = run_dir / STATISTICS
+    return Vectors(
+        checkpoint=origin.restore or origin.initialize,
+        statistics=str(statistics) if statistics.exists() else "",
+    )
+
+
 def make_nodes(
     plan: Plan,
     agents: Sequence[AgentHandle],
@@ -159,6 +169,8 @@ def make_nodes(
         _check_cuts(plan, agent)
     experiment = to_json(plan.experiment)
     statistics_path = run_dir / STATISTICS
+    apart = any(agent.keeps_logs for agent in agents)
+    sent = vectors_of(origin, run_dir).sent if apart else None
     nodes = {}
     for node in plan.nodes:
         agent = by_host[node.host]
@@ -185,6 +197,7 @@ def make_nodes(
             starts=plan.starts_in(node.node) if node.role == "shard" else (),
             tcp=ends[node.node].tcp,
             far=ends[node.node].far,
+            sent=sent if agent.keeps_logs else None,
             factory=(factories or {}).get(node.role, ""),
         )
         nice = EVALUATOR_NICE if node.role == "evaluator" else 0

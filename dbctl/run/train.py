@@ -51,6 +51,7 @@ from dbctl.run.setting import (
     open_data,
     plan_of,
     resolve_threads,
+    vectors_of,
 )
 from dbctl.run.signals import Signals
 from dbctl.run.wiring import UNENCRYPTED, Wiring
@@ -187,6 +188,7 @@ class Life:
                 records=records,
                 signals=signals,
                 lease_s=lease_s,
+                vectors=vectors_of(self.origin, self.run_dir.path),
                 save=self.save,
                 log_path=lambda node: str(self.run_dir.log_path(node)),
             )

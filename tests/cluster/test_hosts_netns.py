@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from tests.cluster.netns import WORKDIR, Hosts
 from tests.cluster.runs import TrainRun, digits, wait_for
-from tests.cluster.test_ssh_runs import bits
+from tests.cluster.test_ssh_runs import bits, dbctl
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
@@ -81,8 +82,10 @@ def test_three_shards_and_two_cut_replicas_learn_as_well_as_here(
     assert accuracy["spread"] > accuracy["local"] - 0.03, accuracy
 
 
-def test_a_replica_over_two_hosts_has_the_same_bits(hosts: Hosts, tmp_path: Path) -> None:
-    """Rung 8 of the ladder."""
+def test_a_replica_over_hosts_is_trained_resumed_and_measured_with_the_same_bits(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """Rung 8 of the ladder; no host sees the run directory, its checkpoint or its statistics."""
     experiment = digits(
         replicas=1,
         shards=3,
@@ -92,9 +95,23 @@ def test_a_replica_over_two_hosts_has_the_same_bits(hosts: Hosts, tmp_path: Path
         stop={"steps": 60},
         evaluate="off",
     )
-    spread = cluster(hosts, a=(1, "worker"), b=2, c=(2, "shard"))
-    for name, changes in (("local", {}), ("spread", {"cluster": spread})):
+    experiment["data"] = {
+        split: {"source": "digits", "split": split, "standardize": True}
+        for split in ("train", "test")
+    }
+    three = cluster(hosts, a=(1, "worker"), b=2, c=(2, "shard"))
+    two = json.dumps(cluster(hosts, a=4, c=(3, "shard", "evaluator")))
+    found = {}
+    for name, changes, later in (
+        ("local", {}, []),
+        ("spread", {"cluster": three}, ["--set", f"cluster={two}"]),
+    ):
         with TrainRun(tmp_path, experiment | changes, name=name) as run:
             assert run.finish() == 0, run.story()
+        first = bits(run.dir)
+        dbctl("resume", str(run.dir), "--set", "stop.steps=100", *later)
+        measured = json.loads(dbctl("eval", str(run.dir), "--json"))
+        found[name] = (first, bits(run.dir), measured["loss"], measured["confusion"])
+        assert (first[0], found[name][1][0]) == (60, 100)
+    assert found["spread"] == found["local"]
     assert hosts.left() == []
-    assert bits(tmp_path / "spread") == bits(tmp_path / "local")
