@@ -31,7 +31,8 @@ RIGHTS: dict[tuple[str, str], Kinds] = {
     ("worker", "worker"): _AMONG_PARTITIONS,
     ("evaluator", "evaluator"): _AMONG_PARTITIONS,
     ("worker", CONTROLLER): _OF_EVERY_NODE | {wire.Report, wire_batch.Computed},
-    ("shard", CONTROLLER): _OF_EVERY_NODE | {wire.ShardReport, wire.CutPart, wire_batch.Executed},
+    ("shard", CONTROLLER): _OF_EVERY_NODE
+    | {wire.ShardReport, wire.CutPart, wire_files.PartData, wire_batch.Executed},
     ("evaluator", CONTROLLER): _OF_EVERY_NODE | {wire.Evaluated, wire.Predictions},
     ("agent", CONTROLLER): frozenset(
         {wire.Started, wire.Exited, wire.Beat, wire.Failed, wire_logs.LogText}

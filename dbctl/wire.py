@@ -1,9 +1,7 @@
 """The messages of dbctl: docs/protocol.md says what each means, envelope.py how each travels.
 
-Rules of this file: pure; every message of the project is here.
-
-Messages are totals, never changes, so that each may be lost, repeated or late (reliability.md,
-section 2). `seq` counts the pushes of one incarnation of one worker, from 1.
+Rules of this file: pure. Messages are totals, never changes, so that each may be lost, repeated or
+late (reliability.md, section 2). `seq` counts the pushes of one incarnation of one worker, from 1.
 """
 
 from __future__ import annotations
@@ -240,7 +238,8 @@ class Cut(Message, frozen=True):
 class CutPart(Message, frozen=True):
     """One vector of a shard's cut: `vector` is `parameters` or the name of an optimiser state.
 
-    `of` vectors in all make the shard's cut. The payload is read-only until `handout` is returned.
+    `of` vectors make the shard's cut. The payload is read-only until `handout` is returned; None on
+    another host: `size` elements, which ReadPart (wire_files.py) asks for.
     """
 
     number: int
@@ -251,6 +250,7 @@ class CutPart(Message, frozen=True):
     version: int
     table: tuple[WorkerRow, ...]
     payload: Any = None
+    size: int = 0
 
     carries_payload: ClassVar[bool] = True
 

@@ -1,6 +1,6 @@
-"""What a node reads of its controller's files: docs/protocol.md, section 7.
+"""Vectors that hosts without a common file or memory read of each other: docs/protocol.md.
 
-Rules of this file: as wire.py's. A piece at a time: a node asks for the next when it has the last.
+Rules of this file: as wire.py's. Who reads asks for pieces, a few at a time, and asks again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from dbctl.wire import Message
 
 PART_ELEMENTS = 1 << 18  # of one VectorPart: 1 MiB of float32
+PIECE_ELEMENTS = 1 << 16  # of one PartData: 256 KiB of float32
 MEAN, DEVIATION = "statistics.mean", "statistics.deviation"
 
 
@@ -34,4 +35,22 @@ class VectorPart(Message, frozen=True):
     carries_payload: ClassVar[bool] = True
 
 
-FileMessage = ReadVector | VectorPart
+class ReadPart(Message, frozen=True):
+    """Controller to shard: elements [start, start + n) of hand-out `handout` of a cut."""
+
+    handout: int
+    start: int
+    n: int
+
+
+class PartData(Message, frozen=True):
+    """The answer: those elements."""
+
+    handout: int
+    start: int
+    payload: Any = None
+
+    carries_payload: ClassVar[bool] = True
+
+
+FileMessage = ReadVector | VectorPart | ReadPart | PartData

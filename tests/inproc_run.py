@@ -27,7 +27,7 @@ from dbctl.roles.cuts import CompleteCut
 from dbctl.run.initial_run import settle
 from dbctl.run.methods import state_vectors
 from dbctl.run.resume import prepare
-from dbctl.run.saver import put_part
+from dbctl.run.saver import put
 from dbctl.run.setting import (
     Origin,
     beginnings,
@@ -109,7 +109,8 @@ class InprocRun:
         where = self.life.run_dir.checkpoints
         with Writer(where, cut.step, tensors=tensors, vectors=vectors, keep=9) as writer:
             for part in cut.parts:
-                put_part(writer, self.life.plan.cut, part)
+                cut_ = self.life.plan.cut
+                put(writer, cut_, part.vector, at=part.start, values=part.payload)
             writer.finish(facts)
         self.saved.append(cut.step)
 

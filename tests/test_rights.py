@@ -14,7 +14,7 @@ from dbctl.wire import BEGINNING, Boxes, Fetch, Message, Need, Peer, Push
 CONTROLLER = Peer("controller", 1)
 ORDERS = {
     *("Grant", "Halt", "Cut", "Gone", "Evaluate", "Filed", "Peers", "Finish", "Start", "Kill"),
-    *("Execute", "Begin", "Collect", "Work", "Lease", "LogFiled", "VectorPart"),
+    *("Execute", "Begin", "Collect", "Work", "Lease", "LogFiled", "VectorPart", "ReadPart"),
 }
 
 

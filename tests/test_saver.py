@@ -23,7 +23,8 @@ from dbctl.model.network import NetworkSpec, tensors
 from dbctl.region import Range
 from dbctl.roles.base import Array
 from dbctl.roles.cuts import CompleteCut
-from dbctl.run.saver import Saved, Saver, put_part
+from dbctl.run.parts import FarParts
+from dbctl.run.saver import Saved, Saver, put
 from dbctl.wire import CutPart, Position
 
 DENSE = NetworkSpec(
@@ -78,7 +79,7 @@ def test_slices_of_a_cut_are_placed_in_whole_tensors(
         for span in Range(0, n).split(shards):
             for partition in range(cut.count):
                 mine = cut.span(partition).intersection(span)
-                put_part(writer, cut, part(mine.start, flat[mine.slice()]))
+                put(writer, cut, "parameters", at=mine.start, values=flat[mine.slice()])
         path = writer.finish(FACTS)
     np.testing.assert_array_equal(open_checkpoint(path).read("parameters", Range(0, n)), expected)
 
@@ -86,7 +87,7 @@ def test_slices_of_a_cut_are_placed_in_whole_tensors(
 def test_a_slice_that_is_missing_is_no_checkpoint(tmp_path: Path) -> None:
     cut, layout = cut_network(DENSE, count=2), tensors(DENSE)
     with Writer(tmp_path, 3, tensors=layout, vectors=["parameters"]) as writer:
-        put_part(writer, cut, part(0, np.zeros(len(cut.span(0)), np.float32)))
+        put(writer, cut, "parameters", at=0, values=np.zeros(len(cut.span(0)), np.float32))
         with pytest.raises(CheckpointError, match="missing"):
             writer.finish(FACTS)
 
@@ -103,7 +104,12 @@ class Desk:
     def __init__(self, directory: Path) -> None:
         self.woken = threading.Semaphore(0)
         self.saver = Saver(
-            directory, cut=CUT, vectors=["parameters"], keep=2, wake=self.woken.release
+            directory,
+            cut=CUT,
+            vectors=["parameters"],
+            keep=2,
+            wake=self.woken.release,
+            far=FarParts((), self.woken.release),
         )
 
     def answer(self) -> Saved:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from dbctl.errors import LaunchError
 from dbctl.experiment.read import load, parse
 from dbctl.experiment.specs import Experiment, PartitionSpec, SandblasterSpec
 from dbctl.launch.base import AgentHandle
@@ -214,22 +213,6 @@ def test_a_nodes_program_and_memory_are_those_of_its_host(tmp_path: Path) -> Non
         on_far = node.host == "b"
         assert (node.order.argv[0] == "/there/python3") == on_far
         assert spec_of(node).far == (("controller",) if on_far else ())
-
-
-def test_a_checkpoint_that_agents_cannot_pass_on_is_refused_before_the_start(
-    tmp_path: Path,
-) -> None:
-    wide = ["network.layers.0.units=20000", "optimizer.rule={type: adam}"]
-    plan = make_plan(load(str(FILE), wide), rows=100, test_rows=9, cores=2)
-    [near] = agents_of(plan)
-    far = replace(near, shares_memory=False)
-    origin = Origin(positions=beginnings(plan.experiment.replicas))
-    fields: dict[str, Any] = {"run": "r", "run_dir": tmp_path, "origin": origin}
-    make_nodes(plan, [near], **fields)
-    with pytest.raises(LaunchError, match="a checkpoint of 17 MiB would be sent, and more than 8"):
-        make_nodes(plan, [far], **fields)
-    measuring = make_evaluation_plan(plan.experiment, rows=9, evaluators=1)
-    make_nodes(measuring, [far], **fields)  # it makes no checkpoint
 
 
 def test_nodes_of_two_hosts_are_told_keys_and_those_of_one_are_not(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from dbctl.roles.downpour import Downpour, DownpourStart
 from dbctl.roles.evaluator import Evaluator
 from dbctl.roles.shard import Shard, ShardStart
 
+CONTROLLER = "controller"
 TERM = 1
 
 
@@ -85,6 +86,7 @@ def build_shard(
     spec: NodeSpec, experiment: Experiment, allocate: Allocate, *, distant: Distant | None
 ) -> Role:
     checkpoint = _saved(spec, distant)
+    lends = CONTROLLER in spec.far
     mine = next(s for s in spec.shards if s.node == spec.node)
     span, cut = Range(mine.start, mine.stop), cut_of(experiment)
     optimizer = experiment.optimizer
@@ -102,7 +104,7 @@ def build_shard(
         values, _ = _values(spec, experiment, state, cut=cut, span=span, checkpoint=checkpoint)
         kept = saved_names(optimizer.method, history=optimizer.history)
         start = BatchShardStart(**common, values=values, state=state, kept=kept)
-        return BatchShard(start, allocate=allocate)
+        return BatchShard(start, allocate=allocate, lends=lends)
     rule = make_rule(optimizer.rule, size=len(span))
     state = rule.new_state(len(span), "float32")
     values, version = _values(spec, experiment, state, cut=cut, span=span, checkpoint=checkpoint)
@@ -110,7 +112,7 @@ def build_shard(
     online = ShardStart(
         **common, values=values, state=state, rule=rule, version=version, staleness_scaling=scaling
     )
-    return Shard(online, allocate=allocate)
+    return Shard(online, allocate=allocate, lends=lends)
 
 
 def _saved(spec: NodeSpec, distant: Distant | None) -> Saved | None:

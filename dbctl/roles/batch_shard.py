@@ -70,8 +70,11 @@ class BatchShard:
         allocate: Allocate,
         report_s: float = 1.0,
         resend_s: float = 0.5,
+        lends: bool = False,
     ) -> None:
-        self.shard = Shard(start, allocate=allocate, report_s=report_s, resend_s=resend_s)
+        self.shard = Shard(
+            start, allocate=allocate, report_s=report_s, resend_s=resend_s, lends=lends
+        )
         self._last = Executed(0, ())
         self._filed: Execute | Begin | Collect | None = None
 

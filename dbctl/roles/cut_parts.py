@@ -9,18 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dbctl.roles.base import NEVER, Effects, Send
+from dbctl.roles.base import NEVER, Effects, Send, View
 from dbctl.roles.handouts import Handouts
 from dbctl.roles.slice import ShardSlice
 from dbctl.wire import CutPart, Peer, WorkerRow
+from dbctl.wire_files import PartData, ReadPart
 
 
 class CutParts:
-    def __init__(self, handouts: Handouts, *, controller: Peer, resend_s: float) -> None:
+    """`lends`: the controller maps nothing of this host; it reads what is handed out (ReadPart)."""
+
+    def __init__(
+        self, handouts: Handouts, *, controller: Peer, resend_s: float, lends: bool = False
+    ) -> None:
         self._handouts = handouts
         self._controller = controller
         self._numbers: dict[int, int] = {}  # slice -> number of its last cut
         self._out: list[CutPart] = []
+        self._lends = lends
+        self._lent: dict[int, View] = {}  # by hand-out
         self._resend_s = resend_s
         self.due = NEVER
 
@@ -43,6 +50,7 @@ class CutParts:
             # Whoever asks for a cut has given back all earlier ones: this mends a lost Return.
             self._handouts.take_back_all(self._controller)
             self._out = []
+            self._lent = {}
         self._numbers[start] = number
         vectors = held.vectors()
         parts = [
@@ -54,10 +62,14 @@ class CutParts:
                 start,
                 held.version,
                 tuple(table),
-                view,
+                None if self._lends else view,
+                len(view.array),
             )
             for name, view in vectors
         ]
+        if self._lends:
+            views = (view for _, view in vectors)
+            self._lent |= {part.handout: v for part, v in zip(parts, views, strict=True)}
         self._out += parts
         self.due = now + self._resend_s
         return [Send(self._controller.node, part) for part in parts]
@@ -65,8 +77,18 @@ class CutParts:
     def returned(self, returned: int) -> None:
         """The controller has given back every hand-out up to `returned`."""
         self._out = [part for part in self._out if part.handout > returned]
+        self._lent = {handout: v for handout, v in self._lent.items() if handout > returned}
         if not self._out:
             self.due = NEVER
+
+    def read(self, asked: ReadPart) -> Effects:
+        """Elements of what is handed out; nothing of what was given back."""
+        view = self._lent.get(asked.handout)
+        if view is None or not 0 <= asked.start < asked.start + asked.n <= len(view.array):
+            return []
+        first = view.start + asked.start
+        piece = View(view.buffer, first, first + asked.n)
+        return [Send(self._controller.node, PartData(asked.handout, asked.start, piece))]
 
     def send_again(self, now: float) -> Effects:
         self.due = now + self._resend_s

@@ -40,6 +40,7 @@ from dbctl.wire import (
     Welcome,
     WorkerRow,
 )
+from dbctl.wire_files import ReadPart
 
 CONTROLLER = "controller"
 MAX_STALENESS_BIN = 255
@@ -114,10 +115,16 @@ class _Client:
 
 
 class Shard(Generic[S]):
-    """`slices`: in the order of the flat vector."""
+    """`slices`: in the order of the flat vector. `lends`: as CutParts'."""
 
     def __init__(
-        self, start: Start[S], *, allocate: Allocate, report_s: float = 1.0, resend_s: float = 0.5
+        self,
+        start: Start[S],
+        *,
+        allocate: Allocate,
+        report_s: float = 1.0,
+        resend_s: float = 0.5,
+        lends: bool = False,
     ) -> None:
         self._handouts = Handouts()
         self.slices = start.slices(allocate=allocate, handouts=self._handouts)
@@ -125,7 +132,8 @@ class Shard(Generic[S]):
         self.term = start.term
         self._clients: dict[str, _Client] = {}
         self._queue: deque[tuple[_Client, ShardSlice, Push]] = deque()
-        self._cuts = CutParts(self._handouts, controller=Peer(CONTROLLER, 1), resend_s=resend_s)
+        controller = Peer(CONTROLLER, 1)
+        self._cuts = CutParts(self._handouts, controller=controller, resend_s=resend_s, lends=lends)
         self._updates = 0
         self._bytes_in = 0
         self._bytes_out = 0
@@ -175,6 +183,8 @@ class Shard(Generic[S]):
                 return [e for s in self.slices for e in self._cut(now, s, number)]
             case Return(returned):
                 return self._on_return(sender, returned)
+            case ReadPart():
+                return self._cuts.read(message)
         client = self._clients.get(sender.node)
         if client is None or client.peer != sender or client.over:
             return []  # a life that is over, or one that has not said Hello to this term

@@ -20,7 +20,9 @@ from dbctl.model.network import tensors
 from dbctl.optim.gradients import is_finite
 from dbctl.process import one_line
 from dbctl.region import Range
+from dbctl.roles.base import Array
 from dbctl.roles.cuts import CompleteCut
+from dbctl.run.parts import FarParts
 from dbctl.wire import CutPart
 
 
@@ -34,7 +36,7 @@ class Saved:
 
 
 class Saver:
-    """`wake` is called, from the thread, when an answer has come."""
+    """`wake` is called, from the thread, when an answer has come. `far`: parts of other hosts."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class Saver:
         vectors: Sequence[str],
         keep: int,
         wake: Callable[[], None],
+        far: FarParts,
     ) -> None:
         clean(directory)
         self._directory = directory
@@ -52,6 +55,7 @@ class Saver:
         self._vectors = vectors
         self._keep = keep
         self._wake = wake
+        self.far = far
         self._asked: SimpleQueue[tuple[CompleteCut, Facts] | None] = SimpleQueue()
         self.answers: SimpleQueue[Saved] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
@@ -61,7 +65,8 @@ class Saver:
         self._asked.put((cut, facts))
 
     def close(self, timeout_s: float) -> None:
-        """Lets the write in hand end, for at most `timeout_s`."""
+        """Lets the write in hand end, for at most `timeout_s`; from other hosts nothing comes."""
+        self.far.close()
         self._asked.put(None)
         self._thread.join(timeout_s)
 
@@ -74,8 +79,8 @@ class Saver:
     def _write(self, cut: CompleteCut, facts: Facts) -> Saved:
         try:
             for part in cut.parts:
-                if not is_finite(part.payload):
-                    return Saved(cut.step, None, f"{part.vector}: not finite at step {cut.step}")
+                if part.payload is not None and not is_finite(part.payload):
+                    return _not_finite(cut, part)
             with Writer(
                 self._directory,
                 cut.step,
@@ -84,7 +89,13 @@ class Saver:
                 keep=self._keep,
             ) as writer:
                 for part in cut.parts:
-                    put_part(writer, self._network, part)
+                    if part.payload is not None:
+                        put(writer, self._network, part.vector, at=part.start, values=part.payload)
+                        continue
+                    for start, values in self.far.pieces(part):
+                        if not is_finite(values):
+                            return _not_finite(cut, part)
+                        put(writer, self._network, part.vector, at=start, values=values)
                 return Saved(cut.step, writer.finish(facts))
         except CheckpointError as error:
             return Saved(cut.step, None, str(error))
@@ -92,9 +103,13 @@ class Saver:
             return Saved(cut.step, None, f"step {cut.step} cannot be saved: {one_line(error)}")
 
 
-def put_part(writer: Writer, cut: NetworkCut, part: CutPart) -> None:
-    """Places what a shard sent, a range of the cut's flat vector, in the whole tensors."""
-    span = Range(part.start, part.start + len(part.payload))
+def _not_finite(cut: CompleteCut, part: CutPart) -> Saved:
+    return Saved(cut.step, None, f"{part.vector}: not finite at step {cut.step}")
+
+
+def put(writer: Writer, cut: NetworkCut, vector: str, *, at: int, values: Array) -> None:
+    """Places elements of the cut's flat vector, from `at` on, in the whole tensors."""
+    span = Range(at, at + len(values))
     for piece in cut.pieces:
         for start, run in piece.runs(span.intersection(piece.range)):
-            writer.put(part.vector, start, part.payload[run.slice(span.start)])
+            writer.put(vector, start, values[run.slice(span.start)])

@@ -32,7 +32,7 @@ from dbctl.run.signals import Signals
 from dbctl.run.vectors import Vectors
 from dbctl.transport.link import Link
 from dbctl.wire import Beat, Exited, Finish, Lease, Message, Peer, Ready, Started
-from dbctl.wire_files import ReadVector
+from dbctl.wire_files import PartData, ReadVector
 from dbctl.wire_logs import LogText
 
 CONTROLLER = "controller"
@@ -242,6 +242,10 @@ class Session:
             case LogText():
                 self._file(peer, message)
                 return
+            case PartData():
+                if self._saver is not None:
+                    self._saver.far.take(peer.node, message)
+                return
             case ReadVector():
                 self._send_part(peer, message)
                 return
@@ -282,6 +286,7 @@ class Session:
     def _take_saved(self, now: float) -> None:
         if self._saver is None:
             return
+        self._send_all(self._saver.far.due(now))
         while not self._saver.answers.empty():
             saved = self._saver.answers.get()
             self._records.saved(saved)

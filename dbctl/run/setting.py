@@ -16,18 +16,10 @@ from typing import Any
 
 from dbctl.data.prepare import statistics
 from dbctl.data.sources import Source, check, open_source
-from dbctl.errors import LaunchError
 from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment, SshCluster
 from dbctl.launch.base import AgentHandle, start_order
-from dbctl.plan import (
-    ITEM_BYTES,
-    METHOD_VECTORS,
-    STATE_VECTORS,
-    NodeSpec,
-    Plan,
-    make_plan,
-)
+from dbctl.plan import NodeSpec, Plan, make_plan
 from dbctl.run.nodes import Node
 from dbctl.run.vectors import Vectors
 from dbctl.run.wiring import Wiring, ends_of, partners_of, talks_to, wired
@@ -38,7 +30,6 @@ LEASE_S = 10.0
 STATISTICS = "standardize.npz"
 EVALUATOR_NICE = 5
 INCARNATION = 1  # of every node: none is started again yet
-SENT_CUT_BYTES = 8 << 20  # what two agents' queues hold, of the bulk that they pass on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +156,6 @@ def make_nodes(
     far = wiring.far.union(agent.host for agent in agents if not agent.shares_memory)
     ends = ends_of(plan, replace(wiring, far=far), incarnation=INCARNATION)
     by_host = {agent.host: agent for agent in agents}
-    for agent in agents:
-        _check_cuts(plan, agent)
     experiment = to_json(plan.experiment)
     statistics_path = run_dir / STATISTICS
     apart = any(agent.keeps_logs for agent in agents)
@@ -212,18 +201,3 @@ def make_nodes(
             needed=node.role != "evaluator" or not plan.of_role("worker"),
         )
     return nodes
-
-
-def _check_cuts(plan: Plan, agent: AgentHandle) -> None:
-    """LaunchError where a checkpoint is more than an agent passes on at once."""
-    rule = getattr(plan.experiment.optimizer, "rule", None)
-    n_vectors = 1 + (METHOD_VECTORS if rule is None else STATE_VECTORS[rule.type])
-    n_bytes = plan.n_parameters * ITEM_BYTES * n_vectors
-    if not agent.shares_memory and plan.of_role("worker") and n_bytes > SENT_CUT_BYTES:
-        raise LaunchError(
-            agent.name,
-            "shares no memory with this machine: a checkpoint of "
-            f"{n_bytes / 2**20:.0f} MiB would be sent, and more than {SENT_CUT_BYTES >> 20} MiB "
-            "cannot be yet; take a smaller network",
-            host=agent.host,
-        )

@@ -35,6 +35,7 @@ from dbctl.roles.cuts import CompleteCut
 from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.initial_run import settle
 from dbctl.run.methods import extra_of, leader_of, state_vectors
+from dbctl.run.parts import FarParts
 from dbctl.run.records import RunRecords
 from dbctl.run.room import check_room
 from dbctl.run.saver import Saver
@@ -226,6 +227,7 @@ class Life:
             vectors=state_vectors(self.experiment),
             keep=self.experiment.checkpoint.keep,
             wake=wake,
+            far=FarParts(self.plan.shards, wake),
         )
 
     def save(self, saver: Saver, save: Save) -> None:

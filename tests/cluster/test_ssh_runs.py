@@ -143,6 +143,23 @@ def test_a_host_that_shares_neither_memory_nor_files(sshd: Sshd, tmp_path: Path)
     assert not list((tmp_path / "there").iterdir()), "it was written elsewhere"
 
 
+def test_a_checkpoint_far_larger_than_what_is_on_its_way(sshd: Sshd, tmp_path: Path) -> None:
+    """18 MiB with Adagrad's sums; agents pass on at most 4 MiB at once (G15)."""
+    network = json.loads(json.dumps(EXPERIMENT["network"]))
+    network["layers"][0]["units"] = 32_000
+    wide = EXPERIMENT | {"network": network, "stop": {"steps": 3}}
+    (tmp_path / "there").mkdir()
+    there = host(sshd, tmp_path, python=sshd.apart("wide", tmp_path / "there"))
+    far = {"cluster": {"launcher": "ssh", "hosts": [there]}}
+    for name, changes in (("near", {}), ("far", far)):
+        with TrainRun(tmp_path, wide | changes, name=name) as run:
+            assert run.finish() == 0, run.story()
+            assert "dropped" not in run.log("agent-0")
+    found = bits(tmp_path / "far")
+    assert found == bits(tmp_path / "near")
+    assert len(found[1]) > 9 << 20
+
+
 @pytest.mark.parametrize("encryption", ["on", "off"])
 def test_two_hosts_run_one_run(sshd: Sshd, tmp_path: Path, encryption: str) -> None:
     """Both are this machine; what goes from one to the other goes over tcp all the same."""
