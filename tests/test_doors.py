@@ -124,8 +124,9 @@ def wrong_server_key(net: Net, shard: Link) -> Outsider:
 
 
 STRANGERS: dict[str, tuple[Callable[[Net, Link], Outsider], str, str]] = {
-    # Which end sees first that they do not speak alike decides the words after that.
-    "no key": (no_key, "handshake", "refused a connection from 127.0.0.1: it "),
+    # Which end sees first that they do not speak alike decides the words after that; one that has
+    # hung up by the time it is looked at has no address any more.
+    "no key": (no_key, "handshake", "refused a connection from "),
     "unknown key": (unknown_key, "key", "127.0.0.1 came with a key of nobody in this run"),
     "old key": (old_key, "key", "127.0.0.1 came with the old key of worker-0.0#1"),
     "wrong server key": (wrong_server_key, "handshake", "it does not have this node's key"),
