@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
 
+from dbctl.errors import LaunchError
 from dbctl.plan import NodeSpec
 from dbctl.process import EXIT_DONE, EXIT_FAILED, EXIT_FENCED, EXIT_ORPHANED, beat_s, log, one_line
 from dbctl.rights import Rights
@@ -72,7 +73,11 @@ def run_node(spec: NodeSpec) -> int:
         ).may,
         on_trouble=partial(log, spec.node),
     )
-    link.start()
+    try:
+        link.start()
+    except LaunchError as error:
+        log(spec.node, str(error))
+        return EXIT_FAILED
     threading.Thread(target=_watch, args=(link, spec.node), name="watch", daemon=True).start()
     linger_s = 0.0
     try:

@@ -124,7 +124,10 @@ def open_router(
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close()
-        raise LaunchError(node, f"cannot listen on {endpoint}: {error}") from error
+        what = f"cannot listen on {endpoint}: {error}"
+        if error.errno == errno.EADDRNOTAVAIL:
+            what += "; give its host the `address` that is its own"
+        raise LaunchError(node, what) from error
     return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,4 +118,37 @@ def test_a_replica_over_hosts_is_trained_resumed_and_measured_with_the_same_bits
         found[name] = (first, bits(run.dir), measured["loss"], measured["confusion"])
         assert (first[0], found[name][1][0]) == (60, 100)
     assert found["spread"] == found["local"]
+    assert hosts.left() == []
+
+
+def test_nothing_is_left_on_any_host_when_the_controller_is_killed(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """G11: all ends with ssh's pipe, wherever it is."""
+    experiment = digits(shards=2, threads=1, stop={"seconds": 60}, evaluate="off")
+    places = cluster(hosts, a=2, b=1, c=(1, "shard"))
+    with TrainRun(tmp_path, experiment | {"cluster": places}) as run:
+        first_step_after(run)
+        assert all(hosts.processes(name) for name in hosts.space)
+        os.kill(run.pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(hosts.processes, hosts.space)), "all to end", 12.0)
+        assert all("sshd" in who for n in hosts.space for who in hosts.listening(n).values())
+        shutil.rmtree(run.runtime or "", ignore_errors=True)  # the killed one's own
+    for name in hosts.space:  # logs that could not be sent stay, and say why
+        for path in (hosts.seen(name) / WORKDIR[1:]).iterdir():
+            assert "standard input ended" in "".join(p.read_text() for p in path.iterdir())
+            shutil.rmtree(path)
+    assert hosts.left() == []
+
+
+def test_an_address_that_is_not_the_hosts_own_is_told(hosts: Hosts, tmp_path: Path) -> None:
+    places = cluster(hosts, a=(2, "worker"), b=(2, "shard"))
+    places["hosts"][1]["address"] = "10.66.0.99"
+    experiment = digits(threads=1, evaluate="off", cluster=places)
+    with TrainRun(tmp_path, experiment) as run:
+        assert run.finish() == 3, run.story()
+        assert re.search(r"shard-\d on b ended with exit status 1", run.err)
+        assert "cannot listen on tcp://10.66.0.99:0" in run.err
+        assert "give its host the `address` that is its own" in run.err
+        assert "Traceback" not in run.err
     assert hosts.left() == []
