@@ -87,7 +87,8 @@ MEANINGS = {
     "history": "pairs of steps and gradients that `lbfgs` keeps",
     "portion": "rows that a replica computes at a time",
     "send_every": "portions of a bundle: what is handed to a replica, sent and counted at once",
-    "batch": "rows of an iteration's batch, a seeded sample; not given: all of them",
+    "batch": "rows of an iteration's batch, a seeded sample drawn anew each time; not given: all "
+    "of them",
     "backup": "copies of the bundles still out, for replicas that have nothing to do",
     "line_search": "`{c1, c2, max_trials}`: the strong Wolfe conditions",
     "c1": "the least share of the slope by which the loss must fall",

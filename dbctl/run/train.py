@@ -295,6 +295,8 @@ class Life:
         if outcome.status in ("stopped", "interrupted") and outcome.reason:
             unsaved = "" if self.coordinator.is_saved else "the final checkpoint was not taken: "
             notes.append(f"{unsaved}{outcome.reason}")
+        if outcome.status == "max_iterations":
+            notes.append(f"by stop.{outcome.reason}")
         if EXIT_CODES[outcome.status] == 1:
             notes.append(one_line(outcome.error) if outcome.error else outcome.reason)
         if diverged := records.watch_divergence():
