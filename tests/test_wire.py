@@ -69,7 +69,15 @@ def test_every_message_comes_back_as_it_was(kind: type[Message], payload: Any) -
 
 def test_only_messages_with_a_payload_carry_one() -> None:
     carrying = {kind.__name__ for kind in MESSAGES if kind.carries_payload}
-    assert carrying == {"Params", "Push", "CutPart", "Boxes", "Evaluated"}
+    assert carrying == {
+        "Params",
+        "Push",
+        "CutPart",
+        "Boxes",
+        "Evaluated",
+        "VectorPart",
+        "PartData",
+    }
     assert {k.__name__ for k in MESSAGES if "payload" in k.__struct_fields__} == carrying
 
 
