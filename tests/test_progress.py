@@ -68,6 +68,9 @@ class Clock:
         return self.now
 
 
+END = "<end>"
+
+
 def on_terminal(
     *, columns: int, clock: Clock, snapshots: list[Snapshot | str]
 ) -> tuple[str, list[str]]:
@@ -85,8 +88,14 @@ def on_terminal(
                 clock.now += 1
         display.finished(SUMMARY)
         display.close()
-        text = os.read(master, 1 << 16).decode()
+        # What is written comes through bit by bit: the kernel hands it over in its own time.
+        err.write(END)
+        err.flush()
+        text = ""
+        while not text.endswith(END):
+            text += os.read(master, 1 << 16).decode()
     os.close(master)
+    text = text.removesuffix(END)
     return text, out.getvalue().splitlines()
 
 
