@@ -11,7 +11,8 @@ import pytest
 from dbctl.errors import PlanError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.local import LocalLauncher
-from dbctl.launch.ssh import SshLauncher, errand, ssh_command
+from dbctl.launch.ssh import SshLauncher
+from dbctl.launch.ssh_words import errand, ssh_command
 from dbctl.run.dry import dry_run
 from dbctl.run.hosts import addresses, launcher_of, wire
 from dbctl.run.train import prepare, train

@@ -17,14 +17,15 @@ from pathlib import Path
 
 import pytest
 
+import dbctl
 from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch import ssh
-from dbctl.launch.ssh import (
+from dbctl.launch.ssh import SshLauncher
+from dbctl.launch.ssh_words import (
     OPTIONS,
     Errand,
-    SshLauncher,
     checkout,
     cure,
     diagnose,
@@ -130,7 +131,7 @@ def test_the_command_that_brings_dbctl_runs_as_it_is_typed(tmp_path: Path) -> No
     for path, script in programs.items():
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
-    wheel = f"dbctl-{ssh.dbctl.__version__}-py3-none-any.whl"
+    wheel = f"dbctl-{dbctl.__version__}-py3-none-any.whl"
     (tmp_path / wheel).touch()
     command = cure(host, Path("/src/my dbctl"))
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -181,7 +182,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
 
 
 READY = (
-    f'echo \'READY {{"endpoint": "ipc:///x", "python": "/p", "version": "{ssh.dbctl.__version__}", '
+    f'echo \'READY {{"endpoint": "ipc:///x", "python": "/p", "version": "{dbctl.__version__}", '
     f'"protocol": {PROTOCOL_VERSION}}}\''
 )
 

@@ -22,7 +22,8 @@ from dbctl.errors import PlanError
 from dbctl.experiment.specs import HostSpec, SshCluster
 from dbctl.launch.base import Launcher
 from dbctl.launch.local import LocalLauncher
-from dbctl.launch.ssh import SshLauncher, errand, ssh_command
+from dbctl.launch.ssh import SshLauncher
+from dbctl.launch.ssh_words import errand, ssh_command
 from dbctl.plan import Plan
 from dbctl.process import one_line
 from dbctl.run.wiring import Wiring, wired
