@@ -708,6 +708,19 @@ def test_both_splits_are_standardized_or_none() -> None:
     assert problems(text.replace("split: test}", "split: test, standardize: true}")) == []
 
 
+def test_what_hosts_make_themselves_is_not_sent() -> None:
+    text = changed("split: train}", "split: train, ship: true}")
+    said = only(text)
+    assert "data.train.ship: digits needs none: it is part of dbctl, and so on every host" in said
+    made = "{source: synthetic, rows: 9, features: 64, classes: 10, ship: true}"
+    said = only(changed("{source: digits, split: train}", made))
+    assert "data.train.ship: synthetic needs none: every host makes its rows" in said
+    csv = changed("{source: digits, split: train}", "{source: csv, path: d, label: 0, ship: true}")
+    assert problems(csv) == []
+    assert parse(csv).data.train.ship
+    assert not parse(csv).data.test.ship  # type: ignore[union-attr]
+
+
 def test_test_accuracy_needs_test_data_and_evaluation() -> None:
     text = changed("{epochs: 20}", "{test_accuracy: 0.9}")
     assert problems(text) == []
@@ -863,7 +876,7 @@ sources = st.one_of(
     st.builds(DigitsSource, split=st.sampled_from(["train", "test"]), rows=rows),
     st.builds(IdxSource, images=files, labels=files, standardize=st.booleans()),
     st.builds(NpzSource, path=files, x=texts, y=texts, scale=st.none() | floats),
-    st.builds(NpySource, x=files, y=files, rows=rows),
+    st.builds(NpySource, x=files, y=files, rows=rows, ship=st.booleans()),
     st.builds(CsvSource, path=files, label=texts | st.integers(0, 99)),
     st.builds(SyntheticSource, rows=counts, features=counts, classes=counts, noise=floats),
 )

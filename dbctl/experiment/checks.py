@@ -23,6 +23,10 @@ from dbctl.region import Box
 
 Values = dict[Path, Any]
 
+WITHOUT_FILE = {
+    "digits": "it is part of dbctl, and so on every host already",
+    "synthetic": "every host makes its rows from the seed",
+}
 _BAD_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")  # control, half a pair, line and paragraph ends
 
 
@@ -76,6 +80,15 @@ def _sources(values: Values) -> Iterator[Fault]:
     if train is not None and test is not None and train != test:
         message = f"expected {str(train).lower()} as in data.train, found {str(test).lower()}"
         yield Fault(("data", "test", "standardize"), message)
+
+
+def _ship(values: Values) -> Iterator[Fault]:
+    for split in ("train", "test"):
+        path = ("data", split)
+        source = values.get((*path, "source"))
+        if values.get((*path, "ship")) is True and source in WITHOUT_FILE:
+            message = f"{source} needs none: {WITHOUT_FILE[source]}; remove it"
+            yield Fault((*path, "ship"), message)
 
 
 def _stop(values: Values) -> Iterator[Fault]:
@@ -243,6 +256,7 @@ _CHECKS: tuple[Callable[[Values], Iterator[Fault]], ...] = (
     _name,
     _schedules,
     _sources,
+    _ship,
     _stop,
     _evaluation,
     _replicas,

@@ -46,11 +46,15 @@ RunName = Annotated[str, MinLen(1), RelativeToFile("a run directory, or DIRECTOR
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """Every source: `scale` multiplies, or `standardize`; `rows` keeps the first."""
+    """Every source: `scale` multiplies, or `standardize`; `rows` keeps the first.
+
+    `ship`: hosts are sent their rows, and have none of the source's files; of files only.
+    """
 
     scale: Positive | None = None
     standardize: bool = False
     rows: Count | None = None
+    ship: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
