@@ -33,8 +33,8 @@ MEANINGS = {
     "standardize": "(x - mean) / deviation, each feature by the *training* rows; a deviation of 0 "
     "counts as 1. The figures are kept in the run directory",
     "rows": "only the first so many; of `synthetic`, required: how many there are",
-    "ship": "of files: each host is sent the rows that it needs, and keeps them in its `workdir`; it "
-    "has no such files itself. Without effect with `launcher: local`",
+    "ship": "of files: each host is sent the rows that it needs, and keeps them in its `workdir`; "
+    "it has no such files itself. Without effect with `launcher: local`",
     "split": "which rows of `digits`, or of `synthetic`",
     "images": "one row an image",
     "labels": "one number an image",
