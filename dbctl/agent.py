@@ -30,7 +30,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -56,6 +55,7 @@ from dbctl.process import (
     raise_descriptor_limit,
     tail,
 )
+from dbctl.transport.line import NODE_NAME
 from dbctl.transport.link import Link
 from dbctl.wire import Exited, Failed, Finish, Kill, Message, Peer, Start, Started
 from dbctl.wire_logs import LogFiled
@@ -67,7 +67,6 @@ END_KILL_S = 0.8  # how long the killed may take to be reaped
 LOOK_S = 0.25  # how late the end of the lease is seen
 LAST_LOGS_S = 2.0  # how long the rest of the logs may take once all nodes have ended
 CANNOT_START = 127  # the status of a node that could not be started, as the shell's
-NODE_NAME = re.compile(r"[a-z][a-z0-9-]*(\.[0-9]+)*")
 
 _now = time.monotonic
 Key = tuple[str, int]

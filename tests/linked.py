@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from dbctl.envelope import PROTOCOL_VERSION, Envelope, encode
+from dbctl.transport.line import socket_name
 from dbctl.transport.link import Link
 from dbctl.wire import Beat, Message, Peer, Position, Push
 
@@ -32,7 +33,7 @@ def make(folder: Path) -> Iterator[Make]:
     links: list[Link] = []
 
     def make(node: str, incarnation: int = 1, *, listens: bool = True, **rest: Any) -> Link:
-        listen = f"ipc://{folder}/{node}-{incarnation}" if listens else None
+        listen = f"ipc://{folder}/{socket_name(Peer(node, incarnation))}" if listens else None
         given = {"run": RUN, "on_trouble": lambda text: None, "beat_s": 0.03} | rest
         link = Link(node=node, incarnation=incarnation, listen=listen, **given)
         links.append(link)

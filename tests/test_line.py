@@ -16,10 +16,10 @@ from linked import RUN, Make, arrive, folder, make, until
 from dbctl.envelope import PROTOCOL_VERSION, Envelope, Inline, encode
 from dbctl.keys import Tcp
 from dbctl.roles.base import PlainBuffer, View
-from dbctl.transport.line import Line
+from dbctl.transport.line import Line, socket_name
 from dbctl.transport.link import Link
 from dbctl.transport.memory import SharedBuffer, describe
-from dbctl.wire import Ack, Boxes, Message, Need
+from dbctl.wire import Ack, Boxes, Fetch, Message, Need, Peer
 
 __all__ = ["folder", "make"]  # fixtures
 
@@ -186,6 +186,34 @@ def test_all_else_goes_by_the_threads(
     assert type(arrive(second)[0][1]) is type(message)
 
 
+def test_who_is_spoken_to_answers_by_its_own_line(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard connects to nobody; a worker's pipe is beside its socket. A newer life has its own."""
+    shard = make("shard-0")
+    for incarnation in (1, 2):
+        worker = make("worker-0.0", incarnation)
+        worker.connect("shard-0", 1, shard.endpoint)
+        worker.send("shard-0", Fetch(1, 1, 0, 0))
+        assert arrive(shard) == [(worker.me, Fetch(1, 1, 0, 0))]
+        shard.send("worker-0.0", Ack(1, 1, 1))  # the first goes the way it came
+        assert arrive(worker) == [(shard.me, Ack(1, 1, 1))]
+        with monkeypatch.context() as patch:
+            given = [without_threads(link, patch) for link in (shard, worker)]
+            for seq in range(2, 5):
+                worker.send("shard-0", Fetch(1, seq, 0, 0))
+                assert arrive(shard) == [(worker.me, Fetch(1, seq, 0, 0))]
+                shard.send("worker-0.0", Ack(1, seq, 1))
+                assert arrive(worker) == [(shard.me, Ack(1, seq, 1))]
+            assert given == [[], []]
+
+
+@pytest.mark.parametrize("name", ["../worker-0", "x/y", "", "Worker", "w\0"])
+def test_no_path_is_made_of_what_is_no_nodes_name(name: str) -> None:
+    with pytest.raises(ValueError, match="is not a node's name"):
+        socket_name(Peer(name, 1))
+
+
 def test_a_full_line_gives_way_to_the_socket(make: Make) -> None:
     first, second = two(make)
     buffer = SharedBuffer(4, "<f4")
@@ -230,7 +258,7 @@ def test_what_is_no_partners_word_is_dropped_and_counted(make: Make) -> None:
         return encode(Envelope(**(fields | changes)))
 
     bad = {
-        "line": [say(to="x"), say(message=Ack(1, 1, 1), payload=None)],
+        "line": [say(to="x"), say(message=Need(1, "states", 0), payload=None)],
         "run": [say(run="another")],
         "undecodable": [b"", b"\xff" * 9],
         "payload": [say(payload=Inline(1, 0, 1, 3, "<f4")), say(payload=liar)],

@@ -17,6 +17,7 @@ from dbctl.transport.link import Link
 from dbctl.transport.memory import SharedBuffer
 from dbctl.wire import (
     Ack,
+    Cut,
     Fetch,
     Message,
     Params,
@@ -43,20 +44,20 @@ def test_there_and_back_by_the_way_it_came(make: Make) -> None:
 def test_order_is_kept_and_nothing_is_lost_between_two_that_live(make: Make) -> None:
     """Many more than the high water marks hold, both ways, while nobody reads."""
     shard, worker = pair(make)
-    for seq in range(1_500):
-        worker.send("shard-0", Ack(1, seq, 0))
+    for number in range(1_500):
+        worker.send("shard-0", Cut(number))
     got = arrive(shard, 1_500)
-    assert [message.seq for _, message in got] == list(range(1_500))
-    for seq in range(1_500):
-        shard.send("worker-0.0", Ack(1, seq, 0))
+    assert [message.number for _, message in got] == list(range(1_500))
+    for number in range(1_500):
+        shard.send("worker-0.0", Cut(number))
     got = arrive(worker, 1_500)
-    assert [message.seq for _, message in got] == list(range(1_500))
+    assert [message.number for _, message in got] == list(range(1_500))
     assert shard.counts == worker.counts == {}
 
 
 def test_what_is_sent_before_the_peer_is_up_waits_for_it(make: Make, folder: Path) -> None:
     worker = make("worker-0.0")
-    worker.connect("shard-0", 1, f"ipc://{folder}/shard-0-1")
+    worker.connect("shard-0", 1, f"ipc://{folder}/shard-0.1.sock")
     worker.send("shard-0", Ack(1, 1, 1))
     time.sleep(0.05)
     assert len(arrive(make("shard-0"))) == 1
@@ -162,7 +163,7 @@ def test_a_newer_life_takes_over_and_the_older_is_not_heard(make: Make) -> None:
     new.send("shard-0", Ack(1, 2, 0))
     assert arrive(shard)[0][0].incarnation == 2
     old.send("shard-0", Ack(1, 3, 0))
-    until(lambda: shard.counts == {"old": 1})
+    until(lambda: shard.receive(0.0) == [] and shard.counts == {"old": 1})
     shard.send("worker-0.0", Ack(1, 4, 0))
     assert len(arrive(new)) == 1
     assert old.receive(0.05) == []
@@ -188,7 +189,8 @@ def test_forget_fences_that_life(make: Make) -> None:
     arrive(shard)
     shard.forget(worker.me)
     worker.send("shard-0", push(View(buffer, 0, 10), 2))
-    until(lambda: shard.counts == {"old": 1})
+    until(lambda: shard.receive(0.0) == [] and shard.counts == {"old": 1})
+    assert len(shard._mappings) == 0
     assert len(shard._switch._mappings) == 0
     buffer.close()
 

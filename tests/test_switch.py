@@ -281,7 +281,7 @@ def test_commands_are_allowed_by_role(make: Make) -> None:
     worker.send("shard-0", Fetch(1, 1, 1, 1))
     worker.send("shard-0", ACK)
     assert arrive(shard) == [(worker.me, ACK)]
-    assert shard.counts == {"role": 1}
+    until(lambda: shard.counts == {"role": 1})
 
 
 def test_memory_of_another_host_is_refused(folder: Path, make: Make) -> None:

@@ -30,6 +30,7 @@ from dbctl.plan import NodeSpec
 from dbctl.process import EXIT_DONE, EXIT_FAILED, EXIT_FENCED, EXIT_ORPHANED, beat_s, log, one_line
 from dbctl.rights import Rights
 from dbctl.roles.base import Allocate, Done, Effects, Role, Send
+from dbctl.transport.line import socket_name
 from dbctl.transport.link import Link
 from dbctl.transport.memory import allocate
 from dbctl.wire import Failed, Finish, Gone, Message, Peer, Peers, Ready
@@ -58,7 +59,7 @@ def run_node(spec: NodeSpec) -> int:
         run=spec.run,
         node=spec.node,
         incarnation=spec.incarnation,
-        listen=f"ipc://{spec.runtime}/{spec.node}.{spec.incarnation}.sock",
+        listen=f"ipc://{spec.runtime}/{socket_name(Peer(spec.node, spec.incarnation))}",
         keeper=agent,
         keeper_endpoint=spec.agent,
         lease_s=spec.lease_s,

@@ -21,11 +21,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import select
 import stat
 import struct
 from pathlib import Path
 
+from dbctl.wire import Peer
+
+NODE_NAME = re.compile(r"[a-z][a-z0-9-]*(\.[0-9]+)*")
 SUFFIX = ".line"
 READ_BYTES = 1 << 16
 LOOKS = 100  # before sleeping, each about a microsecond
@@ -54,6 +58,10 @@ class Line:
         # For writing too: with no writer the pipe would be at its end for ever.
         self._fd = os.open(self._path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll.register(self._fd, select.POLLIN)
+
+    @property
+    def listens(self) -> bool:
+        return self._path is not None
 
     def close(self) -> None:
         """The last thing, once no thread can call `ring`."""
@@ -140,6 +148,16 @@ class Line:
             at += _LENGTH.size + size
         self._rest = found[at:]
         return frames
+
+
+def socket_name(peer: Peer) -> str:
+    """Of the file that a life of a node listens at, in the private directory of its run.
+
+    ValueError: a name that is no node's.
+    """
+    if not NODE_NAME.fullmatch(peer.node):
+        raise ValueError(f"{peer.node!r} is not a node's name")
+    return f"{peer.node}.{peer.incarnation}.sock"
 
 
 def _pipe_of(path: Path) -> Path:

@@ -6,15 +6,17 @@ finds its messages read.
 
     loop:  link.send(to, message)  ->  queue, eventfd  ->  thread: ZeroMQ
     loop:  link.receive(timeout)   <-  queue, eventfd  <-  thread: checked, put together, mapped
-    loop:  link.send(to, Boxes)    ->  pipe  ->  the other's loop: checked, mapped  (line.py)
+    loop:  link.send(to, Push)     ->  pipe  ->  the other's loop: checked, mapped  (line.py)
 
 Between two processes of a host a payload in a `SharedBuffer` is not sent: its description is. What
-others wait for in every pass (`DIRECT`) goes there from loop to loop, past both threads; where that
-cannot be, it goes as all else does.
+others wait for in every step (`DIRECT`) goes there from loop to loop, past both threads; where that
+cannot be, it goes as all else does. Whoever is spoken to answers by a pipe too: the first message
+of a life comes by a socket, where the link thread judges it, and the pipe is beside that socket.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,17 +29,18 @@ from types import TracebackType
 from dbctl.envelope import Envelope, Shared, with_payload
 from dbctl.errors import PeerError
 from dbctl.keys import KeyRow, Tcp
-from dbctl.transport.line import Line
+from dbctl.transport.line import Line, socket_name
 from dbctl.transport.memory import Mappings, has_memfd
 from dbctl.transport.parcel import Packer, Refused, unpack
 from dbctl.transport.settings import Settings
 from dbctl.transport.switch import Switch
-from dbctl.wire import Boxes, Message, Peer
+from dbctl.wire import Ack, Boxes, Fetch, Message, Params, Peer, Push, Return
 
 MAX_UNREAD = 4096
 IDLE_S = 60.0
 IPC = "ipc://"
-DIRECT = frozenset({Boxes})  # may overtake what was sent earlier, and are asked for when lost
+# They may overtake what was sent earlier, and are sent again or asked for when lost.
+DIRECT = frozenset({Boxes, Fetch, Params, Push, Ack, Return})
 
 _log = logging.getLogger("dbctl.link")
 
@@ -233,9 +236,22 @@ class Link:
             while True:
                 peer, message, held_bytes = self._unread.get_nowait()
                 self._bytes_taken += held_bytes
+                if type(message) in DIRECT and self._partners.get(peer.node, 0) < peer.incarnation:
+                    self._answer_directly(peer)
                 messages.append((peer, message))
         except Empty:
             return messages
+
+    def _answer_directly(self, peer: Peer) -> None:
+        """It has connected to here; if it is of this host, its own socket is beside this one's."""
+        if self._line.listens and peer.node not in self._packer.far:
+            with contextlib.suppress(ValueError):  # no node's name: nothing of it goes into a path
+                self._converse(peer, _file_of(self.endpoint).with_name(socket_name(peer)))
+
+    def _converse(self, peer: Peer, file: Path) -> None:
+        self._partners[peer.node] = peer.incarnation
+        self._spoken.discard(peer.node)
+        self._line.connect(peer.node, file)
 
     def _heard(self, frame: bytes) -> list[tuple[Peer, Message]]:
         """What a partner said by the line; the link thread judges what others say there."""
@@ -269,9 +285,7 @@ class Link:
         if self._partners.get(node, 0) > incarnation:
             return
         if endpoint.startswith(IPC) and self._partners.get(node) != incarnation:
-            self._partners[node] = incarnation
-            self._spoken.discard(node)
-            self._line.connect(node, _file_of(endpoint))
+            self._converse(Peer(node, incarnation), _file_of(endpoint))
         self._submit(partial(self._switch.connect, node, incarnation, endpoint))
 
     def replace_keys(self, rows: tuple[KeyRow, ...]) -> None:
