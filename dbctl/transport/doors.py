@@ -13,11 +13,9 @@ that a connection that breaks is libzmq's to make again, and a dead peer the con
 from __future__ import annotations
 
 import contextlib
-import os
-import socket as network
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -27,6 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 from dbctl.errors import LaunchError
 from dbctl.keys import Tcp
 from dbctl.transport.curve import Guard
+from dbctl.transport.porch import Porch
 from dbctl.transport.sockets import (
     TCP,
     Context,
@@ -45,13 +44,6 @@ EVENTS_A_TURN = 256
 REFUSED = "refuses our key"
 BROKEN = "breaks off the handshake: it has another key than we were told, or is another program"
 SILENT = "cannot be reached"
-UNKNOWN = "an unknown address"
-
-# libzmq's zmq.h; pyzmq has no names for the values.
-WHY = {
-    0x11000001: "it does not have this node's key",
-    0x11000002: "it comes without encryption, or with another kind",
-}
 
 
 @dataclass(eq=False)
@@ -89,42 +81,6 @@ class Dial:
         # After these two libzmq does not connect again by itself.
         if again:
             self.redial_at = now + REDIAL_S
-
-
-@dataclass(eq=False)
-class Porch:
-    """The connections that come: whom it was that did not get in."""
-
-    addresses: dict[int, str] = field(default_factory=dict)
-    n_succeeded: int = 0
-    came_at: dict[int, int] = field(default_factory=dict)  # n_succeeded when a descriptor came
-    why: str | None = None
-
-    def hear(self, event: int, value: int) -> str | None:
-        """A line about a stranger, or None."""
-        if event == zmq.EVENT_ACCEPTED:
-            self.addresses[value] = _address_of(value)
-            self.came_at[value] = self.n_succeeded
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.n_succeeded += 1
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self.why = ""  # told by the guard, who knows more
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self.why = WHY.get(value, f"it does not keep to ZMTP ({value:#x})")
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self.why = "it did not finish the handshake"
-        elif event == zmq.EVENT_DISCONNECTED:
-            return self._gone(value)
-        return None
-
-    def _gone(self, descriptor: int) -> str | None:
-        why, self.why = self.why, None
-        address = self.addresses.pop(descriptor, UNKNOWN)
-        came_at = self.came_at.pop(descriptor, -1)
-        # What is not ZMTP at all is closed without another word; nobody got in meanwhile.
-        if why is None and came_at == self.n_succeeded:
-            why = "what it says is not ZMTP"
-        return f"refused a connection from {address}: {why}" if why else None
 
 
 class Doors:
@@ -203,7 +159,10 @@ class Doors:
     def check(self, socket: Socket, claimed: Peer, frame: zmq.Frame) -> None:
         """Refused: who sent this is another, or is not in the list in force."""
         if socket in self._peers:
-            self.guard.check(claimed, frame, connected_to=self._peers[socket])
+            connected_to = self._peers[socket]
+            self.guard.check(claimed, frame, connected_to=connected_to)
+            if connected_to is None and self._porch.waiting:
+                self._porch.heard(int(frame.get(zmq.SRCFD)))
 
     # ------------------------------------------------------------ what libzmq tells
 
@@ -230,7 +189,7 @@ class Doors:
         if dial is not None:
             dial.hear(event, now)
             return
-        line = self._porch.hear(event, value)
+        line = self._porch.hear(event, value, now)
         if line is not None:
             self._trouble("handshake", line)
 
@@ -252,19 +211,3 @@ class Doors:
             if dial.failing_since < inf:
                 again_s = LOOK_S
         return again_s
-
-
-def _address_of(descriptor: int) -> str:
-    """The other end of one of libzmq's connections, for a log; it may be closed by now."""
-    try:
-        own = os.dup(descriptor)
-    except OSError:
-        return UNKNOWN
-    try:
-        copy = network.socket(network.AF_INET6, network.SOCK_STREAM, fileno=own)
-    except OSError:  # by now it is another file
-        os.close(own)
-        return UNKNOWN
-    with copy, contextlib.suppress(OSError, IndexError):
-        return str(copy.getpeername()[0]).removeprefix("::ffff:")
-    return UNKNOWN

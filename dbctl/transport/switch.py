@@ -1,8 +1,9 @@
 """What the link thread does: it owns every socket of the process, checks, relays, beats, delivers.
 
 Rules of this file: everything but `submit` runs in the link thread; nothing blocks but the one
-poll; nothing that a peer sends raises out of `turn`: it is dropped, counted, and reported once a
-kind. What does come out of `turn` is a defect of ours and ends the process (`Link` hands it over).
+poll; nothing that a peer sends raises out of `turn`: it is dropped, counted, and told as far as it
+is news. What does come out of `turn` is a defect of ours and ends the process (`Link` hands it
+over).
 
 Theory of operation: `turn` polls the sockets, the eventfd by which the loop wakes it, and the
 descriptor whose end means that the parent is gone. A message for this node is delivered; one for
@@ -44,6 +45,7 @@ from dbctl.transport.sockets import (
     open_router,
     receive,
 )
+from dbctl.transport.told import Told
 from dbctl.wire import Beat, Lease, Message, Peer
 
 CONTROLLER = "controller"
@@ -58,6 +60,7 @@ class Switch:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.counts: Counter[str] = Counter()
+        self._told = Told()
         self.answer_beats = False
         self.lease = LeaseClock(settings.lease_s, now=time.monotonic())
         self.endpoint = ""
@@ -66,6 +69,8 @@ class Switch:
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
+        # Kept open: a beat must not fail for want of a descriptor.
+        self._statm_fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._watch_fd: int | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._signalled = False
@@ -217,6 +222,7 @@ class Switch:
     def release(self) -> None:
         """The last thing, once no thread can call `submit`."""
         os.close(self._wake_fd)
+        os.close(self._statm_fd)
 
     # ------------------------------------------------------------ receiving
 
@@ -316,7 +322,10 @@ class Switch:
         self._next_beat = now + self.settings.beat_s
         if self._routes.find(CONTROLLER) is not None:
             number = self.lease.beat(now)
-            self._send(CONTROLLER, Beat(number, self.settings.steps(), _rss_bytes()))
+            self._send(CONTROLLER, Beat(number, self.settings.steps(), self._rss_bytes()))
+
+    def _rss_bytes(self) -> int:
+        return int(os.pread(self._statm_fd, 256, 0).split()[1]) * PAGE_BYTES
 
     def _renew(self, envelope: Envelope) -> None:
         assert isinstance(envelope.message, Lease)
@@ -373,12 +382,8 @@ class Switch:
         self.trouble("unreachable", f"a peer is gone with {outlet.n_waiting} messages for it")
 
     def trouble(self, kind: str, text: str) -> None:
-        """Counts what was dropped; the first of its kind is told."""
+        """Counts what was dropped, and tells of it as far as it is news (told.py)."""
         self.counts[kind] += 1
-        if self.counts[kind] == 1:
-            node = self.settings.me.node
-            self.settings.on_trouble(f"{node}: {text} (further ones of this kind are counted)")
-
-
-def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+        line = self._told.line(kind, text)
+        if line is not None:
+            self.settings.on_trouble(f"{self.settings.me.node}: {line}")
