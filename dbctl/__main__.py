@@ -1,8 +1,9 @@
 """Where every process of dbctl starts: `dbctl ...`, `python -m dbctl node ...`, `... agent`.
 
-Rules of this file: a node and an agent are told apart before click is imported, and nothing heavy
-is imported here: what BLAS may use of a machine is set by the node before numpy loads. A command
-that is told to end while it still imports has the exit statuses of one that runs: 130, 75.
+Rules of this file: a node, an agent, a keeper and its caller are told apart before click is
+imported, and nothing heavy is imported here: what BLAS may use of a machine is set by the node
+before numpy loads. A command that is told to end while it still imports has the exit statuses of
+one that runs: 130, 75.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ def main() -> int:
         from dbctl.agent import main as agent
 
         return agent(argv[1:]) or 0
+    if argv[:1] == ["keeper"]:
+        from dbctl.keeper import main as keeper
+
+        return keeper(argv[1:]) or 0
+    if argv[:1] == ["caller"]:
+        from dbctl.caller import main as caller
+
+        return caller(argv[1:]) or 0
     try:
         _heed_signals()
         from dbctl.cli.main import main as command_line

@@ -1,0 +1,125 @@
+"""How a keeper begins, where it lives, and what goes when it ends.
+
+Rules of this file: what can go wrong does so before anybody was told that all is well, and leaves
+nothing. Whose directory it is nobody else chooses: `mkdtemp` makes it, and only what a keeper makes
+in it is ever removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from dbctl import __version__
+from dbctl.agent_options import OPTIONS_BYTES_MAX
+from dbctl.envelope import PROTOCOL_VERSION
+from dbctl.process import one_line, read_line
+
+PREFIX = "dbctl-keeper-"
+SOCKET = "control.sock"
+LOG = "keeper.log"
+IDLE_LIMIT_S = 12 * 3600.0
+BACKLOG = 16
+
+
+def told() -> argparse.Namespace:
+    """The options as one line of JSON on standard input; ValueError, OSError: they are none."""
+    line = read_line(0, OPTIONS_BYTES_MAX)
+    if line is None:
+        raise ValueError(f"no options of at most {OPTIONS_BYTES_MAX} bytes on standard input")
+    values = json.loads(line)
+    try:
+        os.environ.update(values["env"])
+        workdir = Path(values["workdir"]).expanduser()
+        options = argparse.Namespace(
+            cluster=str(values["cluster"]), idle=float(values.get("idle", IDLE_LIMIT_S))
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"options of another form: {one_line(error)}") from error
+    workdir.mkdir(parents=True, exist_ok=True)
+    return options
+
+
+def listen(parent: str = "/tmp") -> tuple[socket.socket, str]:
+    """A listening socket, and its new private directory in `parent`.
+
+    It gets its name when it listens: a socket of that name which refuses is a dead keeper's.
+    """
+    directory = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(f"{directory}/new.sock")
+        listener.listen(BACKLOG)
+        os.rename(f"{directory}/new.sock", f"{directory}/{SOCKET}")
+    except OSError:
+        listener.close()
+        remove(directory)
+        raise
+    listener.setblocking(False)
+    return listener, directory
+
+
+def remove(directory: str) -> None:
+    """A keeper's directory, unless something else is in it."""
+    for name in ("new.sock", SOCKET, LOG):
+        with contextlib.suppress(OSError):
+            os.unlink(f"{directory}/{name}")
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
+
+
+def sweep(parent: str = "/tmp") -> None:
+    """Removes what this user's killed keepers left: directories whose socket nobody listens on."""
+    for directory in Path(parent).glob(f"{PREFIX}*"):
+        try:
+            if directory.stat(follow_symlinks=False).st_uid != os.getuid():
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                probe.connect(str(directory / SOCKET))
+        except ConnectionRefusedError:
+            remove(str(directory))
+        except OSError:
+            continue
+
+
+def leave_parent() -> bool:
+    """Leaves the ssh that started it: a session of its own, no terminal. True in who stays."""
+    if os.fork():
+        os.wait()
+        return False
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    return True
+
+
+def say_stays(directory: str) -> None:
+    """The last word to who started it, whose pipes are let go. BrokenPipeError: nobody heard it."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    log_file = os.open(f"{directory}/{LOG}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.write(f"STAYS {json.dumps({'pid': os.getpid()})}\n")
+    sys.stdout.flush()
+    for old, new in ((nowhere, 0), (nowhere, 1), (log_file, 2)):
+        os.dup2(old, new)
+    os.close(nowhere)
+    os.close(log_file)
+
+
+def say_ready(directory: str) -> None:
+    """The one line that its launcher waits for."""
+    ready = {
+        "endpoint": f"{directory}/{SOCKET}",
+        "version": __version__,
+        "protocol": PROTOCOL_VERSION,
+        "python": sys.executable,
+    }
+    # What a login file printed before may have no end of line.
+    sys.stdout.write(f"\nREADY {json.dumps(ready)}\n")
+    sys.stdout.flush()

@@ -1,0 +1,522 @@
+"""The keeper and its caller on this machine: real processes and connections, no ssh.
+
+Over ssh, and with whole runs: cluster/test_standing.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dbctl import __version__, keeper, keeper_start
+from dbctl.caller import ANSWER, GONE, NO_KEEPER
+from dbctl.envelope import PROTOCOL_VERSION
+from dbctl.keeper import RUNS_MAX, SILENT_MAX, STOPPED, node_name
+from dbctl.keeper_start import LOG, PREFIX, SOCKET
+from dbctl.proctree import children_of
+from tests.cluster.harness import state, wait_gone, wait_until
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 20.0
+
+
+def dbctl(*words: str, **more: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "dbctl", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        **more,
+    )
+
+
+def line_of(process: subprocess.Popen[bytes], word: str) -> dict[str, Any]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(word.encode()):
+            found = json.loads(line.removeprefix(word.encode()))
+            assert isinstance(found, dict)
+            return found
+    raise AssertionError(f"no {word}, exit status {process.wait(LIMIT_S)}")
+
+
+def say(process: subprocess.Popen[bytes], line: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+
+
+def let_go(process: subprocess.Popen[bytes]) -> int:
+    """Its standard input ends; its exit status."""
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+    return process.wait(LIMIT_S)
+
+
+class Standing:
+    """A keeper as ssh would start it; a context manager that leaves nothing of it."""
+
+    def __init__(self, tmp_path: Path, *, stays: bool = True, **options: Any) -> None:
+        self.workdir = tmp_path / "work"
+        self.process = dbctl("keeper", "--stdin", stderr=subprocess.PIPE)
+        values = {"cluster": "tests", "workdir": str(self.workdir), "env": {"OF_HOST": "yes"}}
+        say(self.process, json.dumps(values | options).encode() + b"\n")
+        self.ready = line_of(self.process, "READY ")
+        self.path = self.ready["endpoint"]
+        self.directory = Path(self.path).parent
+        self.pid = 0
+        if stays:
+            say(self.process, b"stay\n")
+            self.pid = line_of(self.process, "STAYS ")["pid"]
+
+    def __enter__(self) -> Standing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pid and state(self.pid) not in ("", "Z"):
+            os.kill(self.pid, signal.SIGKILL)
+            wait_gone(self.pid, limit_s=5.0)
+        let_go(self.process)
+        keeper_start.remove(str(self.directory))
+
+    @property
+    def log(self) -> str:
+        return (self.directory / LOG).read_text()
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(LIMIT_S)
+        connection.connect(self.path)
+        return connection
+
+    def ask(self, data: bytes) -> list[dict[str, Any]]:
+        """What it answers to the end."""
+        with self.connect() as connection:
+            connection.sendall(data)
+            return [json.loads(line) for line in connection.makefile()]
+
+    def status(self) -> dict[str, Any]:
+        [found] = self.ask(b'{"do": "status"}\n')
+        return found
+
+    @contextlib.contextmanager
+    def run(self, tmp_path: Path, name: str = "agent-0") -> Iterator[subprocess.Popen[bytes]]:
+        """A run's agent through the caller; READY was said."""
+        runtime = f"/tmp/dbctl-{os.getpid()}-{name}"
+        orders = {
+            "do": "run", "runtime": runtime, "run": "abc", "name": name, "lease": 10.0,
+            "workdir": str(self.workdir), "env": {},
+            "table": {"name": "digits", "run_dir": "/somewhere", "user": "me"},
+        }  # fmt: skip
+        with open(tmp_path / f"{name}.log", "wb") as log:
+            process = dbctl("caller", self.path, stderr=log)
+        try:
+            say(process, json.dumps(orders).encode() + b"\n")
+            ready = line_of(process, "READY ")
+            assert ready["endpoint"] == f"ipc://{runtime}/{name}.sock"
+            yield process
+        finally:
+            let_go(process)
+        wait_until(lambda: not Path(runtime).exists())
+
+
+@pytest.fixture
+def standing(tmp_path: Path) -> Iterator[Standing]:
+    with Standing(tmp_path) as one:
+        yield one
+
+
+def agent_pid(standing: Standing) -> int:
+    [run] = standing.status()["runs"]
+    return int(run["pid"])
+
+
+# ------------------------------------------------------------------------------------- beginning
+
+
+def test_it_says_ready_with_what_its_launcher_needs(standing: Standing) -> None:
+    assert standing.ready == {
+        "endpoint": f"{standing.directory}/{SOCKET}",
+        "version": __version__,
+        "protocol": PROTOCOL_VERSION,
+        "python": sys.executable,
+    }
+    assert standing.directory.name.startswith(PREFIX)
+    assert standing.directory.stat().st_mode & 0o777 == 0o700
+    assert standing.workdir.is_dir()
+
+
+def test_it_leaves_the_ssh_that_started_it(standing: Standing) -> None:
+    """Its own session, none of the pipes: whoever started it sees their ends, and it goes on."""
+    assert standing.process.wait(LIMIT_S) == 0
+    assert standing.process.stdout is not None
+    assert standing.process.stderr is not None
+    assert standing.process.stdout.read() == b""
+    assert standing.process.stderr.read() == b""
+    assert os.getsid(standing.pid) not in (os.getsid(0), standing.pid), "no leader: no terminal"
+    targets = {os.readlink(f"/proc/{standing.pid}/fd/{fd}") for fd in range(3)}
+    assert targets == {os.devnull, f"{standing.directory}/{LOG}"}
+    assert standing.status()["pid"] == standing.pid
+
+
+def test_without_the_word_to_stay_nothing_is_left(tmp_path: Path) -> None:
+    with Standing(tmp_path, stays=False) as one:
+        assert one.directory.exists()
+        assert let_go(one.process) == 1
+        assert not one.directory.exists()
+
+
+def test_nobody_reads_that_it_stays(tmp_path: Path) -> None:
+    """The ssh was killed between the word and the answer: nobody would know of it."""
+    with Standing(tmp_path, stays=False) as one:
+        assert one.process.stdout is not None
+        one.process.stdout.close()
+        say(one.process, b"stay\n")
+        wait_until(lambda: not one.directory.exists())
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (b"", "no options"),
+        (b"{}\n", "options of another form"),
+        (b"nonsense\n", "JSONDecodeError"),
+        (b'{"cluster": "a", "env": {}, "workdir": "/proc/none"}\n', "FileNotFoundError"),
+    ],
+)
+def test_what_it_cannot_begin_with_is_told(options: bytes, word: str) -> None:
+    before = set(Path("/tmp").glob(f"{PREFIX}*"))
+    process = dbctl("keeper", "--stdin", stderr=subprocess.PIPE)
+    _, err = process.communicate(options, LIMIT_S)
+    assert process.returncode == 1
+    assert f"cannot begin: {word}" in err.decode() or word in err.decode()
+    assert "Traceback" not in err.decode()
+    assert set(Path("/tmp").glob(f"{PREFIX}*")) <= before
+
+
+def test_it_loads_neither_numpy_nor_zmq_nor_click() -> None:
+    code = (
+        "import sys, dbctl.__main__, dbctl.keeper, dbctl.caller\n"
+        "print([m for m in ('numpy', 'zmq', 'click', 'pydantic', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout == b"[]\n"
+
+
+def test_what_a_killed_one_left_goes_at_the_next_beginning(tmp_path: Path) -> None:
+    for name, listens in ((f"{PREFIX}dead", False), (f"{PREFIX}live", True)):
+        (tmp_path / name).mkdir()
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(tmp_path / name / SOCKET))
+            if listens:
+                one.listen(1)
+                keeper_start.sweep(str(tmp_path))
+        (tmp_path / name / LOG).touch()
+    (tmp_path / f"{PREFIX}young").mkdir()  # it does not listen yet
+    (tmp_path / "other").mkdir()
+    assert (tmp_path / f"{PREFIX}live").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if "dead" not in path.name) == [
+        f"{PREFIX}live", f"{PREFIX}young", "other",
+    ]  # fmt: skip
+    keeper_start.sweep(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{PREFIX}young", "other"]
+
+
+# ------------------------------------------------------------------------------------------ runs
+
+
+def test_a_run_gets_an_agent_that_ends_with_its_caller(standing: Standing, tmp_path: Path) -> None:
+    with standing.run(tmp_path) as process:
+        pid = agent_pid(standing)
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert b"OF_HOST=yes" in environment
+        assert let_go(process) == 0
+        wait_gone(pid, limit_s=5.0)
+    said = (tmp_path / "agent-0.log").read_text()
+    assert "agent-0 ends: standard input ended: the controller is gone" in said
+    assert standing.status()["runs"] == []
+    assert state(standing.pid) in ("S", "R")
+
+
+def test_a_killed_caller_ends_the_agent(standing: Standing, tmp_path: Path) -> None:
+    with standing.run(tmp_path) as process:
+        pid = agent_pid(standing)
+        process.kill()
+        wait_gone(pid, limit_s=5.0)
+    assert standing.status()["runs"] == []
+
+
+def test_two_runs_have_agents_of_their_own(standing: Standing, tmp_path: Path) -> None:
+    with standing.run(tmp_path, "agent-0"):
+        with standing.run(tmp_path, "agent-1"):
+            runs = standing.status()["runs"]
+            assert [run["agent"] for run in runs] == ["agent-0", "agent-1"]
+            assert len({run["pid"] for run in runs}) == 2
+        wait_until(lambda: len(standing.status()["runs"]) == 1)
+        assert [run["agent"] for run in standing.status()["runs"]] == ["agent-0"]
+
+
+def test_the_status_tells_of_runs_and_their_nodes(standing: Standing, tmp_path: Path) -> None:
+    with standing.run(tmp_path):
+        found = standing.status()
+        assert (found["cluster"], found["version"], found["state"]) == ("tests", __version__, "up")
+        [run] = found["runs"]
+        told = {key: run[key] for key in ("run", "name", "run_dir", "user", "agent", "nodes")}
+        assert told == {
+            "run": "abc", "name": "digits", "run_dir": "/somewhere", "user": "me",
+            "agent": "agent-0", "nodes": [],
+        }  # fmt: skip
+        assert 0.0 <= run["seconds"] < 20.0
+
+
+def test_a_killed_agent_is_reaped_and_the_caller_ends_like_it(
+    standing: Standing, tmp_path: Path
+) -> None:
+    with standing.run(tmp_path) as process:
+        pid = agent_pid(standing)
+        os.kill(pid, signal.SIGKILL)
+        assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
+        assert state(pid) == "", "reaped"
+    assert standing.status()["runs"] == []
+
+
+def test_a_killed_keeper_leaves_its_runs_alone(standing: Standing, tmp_path: Path) -> None:
+    with standing.run(tmp_path) as process:
+        pid = agent_pid(standing)
+        os.kill(standing.pid, signal.SIGKILL)
+        wait_gone(standing.pid, limit_s=5.0)
+        time.sleep(0.3)
+        assert process.poll() is None
+        assert state(pid) in ("S", "R")
+    wait_gone(pid, limit_s=5.0)
+
+
+def test_a_run_without_descriptors_is_refused(standing: Standing) -> None:
+    [answer] = standing.ask(b'{"do": "run"}\n')
+    assert answer == {"error": "expected 2 descriptors with the request, found 0"}
+    assert f"dropped a connection: {answer['error']}" in standing.log
+
+
+# ----------------------------------------------------------------------------------------- its end
+
+
+@pytest.mark.parametrize("how", ["stop", "SIGTERM", "SIGINT", "SIGHUP"])
+def test_it_ends_and_its_runs_with_it(standing: Standing, tmp_path: Path, how: str) -> None:
+    with standing.run(tmp_path) as process:
+        pid = agent_pid(standing)
+        if how == "stop":
+            assert standing.ask(b'{"do": "stop"}\n') == [{"stopped": True}]
+            assert state(pid) == ""
+            assert not standing.directory.exists()
+        else:
+            os.kill(standing.pid, signal.Signals[how])
+        assert process.wait(LIMIT_S) == 0
+    wait_gone(standing.pid, pid, limit_s=5.0)
+    assert not standing.directory.exists()
+    assert STOPPED in (tmp_path / "agent-0.log").read_text()
+
+
+def test_while_it_stops_it_takes_no_run_and_what_does_not_end_is_killed(
+    standing: Standing, tmp_path: Path
+) -> None:
+    with standing.run(tmp_path):
+        os.kill(agent_pid(standing), signal.SIGSTOP)
+        begin = time.monotonic()
+        with standing.connect() as waiting:
+            waiting.sendall(b'{"do": "stop"}\n')
+            wait_until(lambda: standing.status()["state"] == "stopping")
+            assert standing.ask(b'{"do": "run"}\n') == [{"error": "the cluster is being stopped"}]
+            assert json.loads(waiting.makefile().read()) == {"stopped": True}
+        took_s = time.monotonic() - begin
+        assert keeper.STOP_LIMIT_S <= took_s < keeper.STOP_LIMIT_S + 3.0
+
+
+def test_it_ends_after_its_limit_without_a_run(tmp_path: Path) -> None:
+    with Standing(tmp_path, idle=0.8) as standing:
+        with standing.run(tmp_path):
+            time.sleep(1.0)  # the limit counts from the end of the last run
+            assert state(standing.pid) in ("S", "R")
+        wait_gone(standing.pid, limit_s=5.0)
+        assert not standing.directory.exists()
+
+
+# ------------------------------------------------------------------------------- strange visitors
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (b"hello\n", "JSONDecodeError"),
+        (b"[1]\n", "a request that is no JSON object"),
+        (b'{"do": "dance"}\n', "expected to do run, status or stop, found 'dance'"),
+        (b"{}\n", "found None"),
+        (b"[" * 60_000 + b"\n", "RecursionError"),
+        (b"\xff\xfe\n", "UnicodeDecodeError"),
+        (b"x" * 70_000, "a request of more than 65536 bytes"),
+    ],
+    ids=["words", "list", "other", "empty", "deep", "bytes", "long"],
+)
+def test_a_malformed_request_is_refused_at_once(standing: Standing, data: bytes, word: str) -> None:
+    with standing.connect() as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(data)
+        wait_until(lambda: "dropped a connection" in standing.log, 3.0)
+        assert word in standing.log
+    assert standing.status()["runs"] == []
+
+
+def test_a_visitor_that_leaves_is_forgotten(standing: Standing) -> None:
+    standing.connect().close()
+    wait_until(lambda: "it left before its request was whole" in standing.log)
+
+
+def test_a_request_in_parts_is_put_together(standing: Standing) -> None:
+    with standing.connect() as connection:
+        for part in (b'{"do": ', b'"status"}', b"\n"):
+            connection.sendall(part)
+            time.sleep(0.05)
+        assert json.loads(connection.makefile().read())["cluster"] == "tests"
+
+
+def test_silent_visitors_are_dropped_and_keep_nobody_out(standing: Standing) -> None:
+    begin = time.monotonic()
+    silent = [standing.connect() for _ in range(SILENT_MAX + 4)]
+    assert standing.status()["state"] == "up"
+    assert silent[0].recv(100) == b'{"error": "16 connections say nothing"}\n'
+    assert time.monotonic() - begin < keeper.SILENT_LIMIT_S / 2
+    assert b"silent for 5 s" in silent[-1].recv(100)
+    assert time.monotonic() - begin < keeper.SILENT_LIMIT_S + 2.0
+    n_open = len(os.listdir(f"/proc/{standing.pid}/fd"))
+    assert n_open < 10
+    for one in silent:
+        one.close()
+
+
+def test_many_descriptors_are_no_way_to_exhaust_it(standing: Standing) -> None:
+    before = len(os.listdir(f"/proc/{standing.pid}/fd"))
+    for _ in range(20):
+        with standing.connect() as connection:
+            socket.send_fds(connection, [b'{"do": "run"}\n'], [0] * 100)
+            assert "expected 2 descriptors" in connection.makefile().read()
+    wait_until(lambda: len(os.listdir(f"/proc/{standing.pid}/fd")) == before, 2.0)
+
+
+def test_another_user_is_turned_away(standing: Standing) -> None:
+    """As the kernel says who it is; the directory keeps others out already."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be somebody else")
+    os.chmod(standing.directory, 0o755)
+    os.chmod(standing.path, 0o777)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setresuid(65534, 65534, 65534)
+            standing.ask(b'{"do": "stop"}\n')
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    wait_until(lambda: "turned away a process of user 65534" in standing.log)
+    assert standing.status()["state"] == "up"
+
+
+def test_no_more_runs_than_its_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    listener, directory = keeper_start.listen(str(tmp_path))
+    one = keeper.Keeper(listener, directory, cluster="a", idle_s=1.0)
+    one._runs = [object()] * RUNS_MAX  # type: ignore[list-item]
+    left, right = socket.socketpair()
+    with left, right:
+        fault = one._fault(keeper.Visitor(left, 0.0, descriptors=[1, 2]))
+    assert fault == "64 runs are going on here, the most that there may be"
+    one._selector.close()
+    listener.close()
+
+
+# ------------------------------------------------------------------------------------- the caller
+
+
+def call(path: str, data: bytes) -> tuple[int, str, str]:
+    process = dbctl("caller", path, stderr=subprocess.PIPE)
+    out, err = process.communicate(data, LIMIT_S)
+    return process.returncode, out.decode(), err.decode()
+
+
+def test_the_caller_prints_an_answer(standing: Standing) -> None:
+    status, out, _ = call(standing.path, b'{"do": "status"}\n')
+    assert status == 0
+    [line] = [line for line in out.splitlines() if line.startswith(ANSWER)]
+    assert json.loads(line.removeprefix(ANSWER))["cluster"] == "tests"
+    status, out, _ = call(standing.path, b'{"do": "stop"}\n')
+    assert f'{ANSWER}{{"stopped": true}}' in out
+    wait_gone(standing.pid, limit_s=5.0)
+
+
+def test_the_caller_says_that_nobody_is_there(tmp_path: Path) -> None:
+    status, _, err = call(str(tmp_path / "none.sock"), b'{"do": "status"}\n')
+    assert status == GONE
+    assert f"{NO_KEEPER}: FileNotFoundError" in err
+
+
+def test_the_caller_says_what_was_refused(standing: Standing) -> None:
+    status, out, err = call(standing.path, b'{"do": "dance"}\n')
+    assert (status, out) == (1, "")
+    assert "refused: expected to do run, status or stop, found 'dance'" in err
+
+
+def test_the_caller_needs_a_request(standing: Standing) -> None:
+    status, _, err = call(standing.path, b"")
+    assert status == 1
+    assert "no request of at most" in err
+
+
+def test_what_is_said_later_reaches_the_agent_whole(standing: Standing, tmp_path: Path) -> None:
+    """Its standard input stays one: an agent that reads on gets every byte, in order."""
+    with standing.run(tmp_path) as process:
+        say(process, b"x" * 300_000)
+        assert process.poll() is None
+        assert agent_pid(standing)
+        assert let_go(process) == 0
+
+
+# --------------------------------------------------------------------------------- the process tree
+
+
+def test_living_children_with_their_words_and_sizes() -> None:
+    with subprocess.Popen(["sleep", "30"]) as child:
+        wait_until(lambda: _words(child.pid) == ["sleep", "30"])
+        [found] = [one for one in children_of([os.getpid()])[os.getpid()] if one.pid == child.pid]
+        assert found.rss_bytes > 4096
+        assert 0.0 <= found.age_s < 20.0
+        child.kill()
+        wait_until(lambda: state(child.pid) == "Z")
+        assert child.pid not in [one.pid for one in children_of([os.getpid()])[os.getpid()]]
+    assert children_of([2**30]) == {2**30: []}
+
+
+def _words(pid: int) -> list[str]:
+    return next((o.words for o in children_of([os.getpid()])[os.getpid()] if o.pid == pid), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["python3", "-P", "-m", "dbctl", "node", "worker-1.0"], "worker-1.0"),
+        (["/bin/sh", "-c", "true"], "/bin/sh"),
+        (["node"], "node"),
+        ([], ""),
+    ],
+)
+def test_a_node_is_known_by_its_command(words: list[str], name: str) -> None:
+    assert node_name(words) == name
