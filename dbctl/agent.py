@@ -20,28 +20,28 @@ process of a run (systemd, a batch system) gets a final checkpoint, which takes 
 It ends at the end of its standard input (its parent is gone), at the end of its lease, or on
 Finish: all its nodes gently, SIGKILL a second later, and the private directory goes.
 
-An agent of another host is told its options as JSON on standard input (`--stdin`). It makes its
-directories itself, and sends the logs of its nodes to the controller (dbctl/logs.py).
+An agent of another host is told its options as JSON on standard input (`--stdin`) and looks at that
+host first (dbctl/greeting.py). It makes its directories itself, and sends the logs of its nodes to
+the controller (dbctl/logs.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
 
-from dbctl import __version__
-from dbctl.agent_options import parse, told
-from dbctl.envelope import PROTOCOL_VERSION
+from dbctl.agent_options import make_directories, parse, told
+from dbctl.greeting import Greeting
 from dbctl.logs import LogSender
 from dbctl.process import (
     SPEC_BYTES_MAX,
@@ -50,7 +50,6 @@ from dbctl.process import (
     end_with_parent,
     leave_signals,
     log,
-    memory_domain,
     one_line,
     raise_descriptor_limit,
     tail,
@@ -217,7 +216,9 @@ def spawn(order: Start, logs: Path) -> Child:
 
 
 class Agent:
-    """The loop. `serve` returns why it is over; `end` leaves nothing running."""
+    """The loop. `serve` returns why it is over; `end` leaves nothing running. `on_orders` is called
+    when something has come.
+    """
 
     def __init__(
         self, link: Link, children: Children, *, name: str, logs: LogSender | None = None
@@ -226,6 +227,7 @@ class Agent:
         self.children = children
         self.name = name
         self.logs = logs
+        self.on_orders: Callable[[], None] = lambda: None
         self.over = ""
 
     def handle_signals(self) -> None:
@@ -241,6 +243,8 @@ class Agent:
             messages = self.link.receive(max(0.0, min(kill_at - now, LOOK_S)))
             if self.link.closed_by_parent:
                 return "standard input ended: the controller is gone"
+            if messages:
+                self.on_orders()
             for peer, message in messages:
                 # This process may have been stopped: without a lease it carries out no order.
                 if not self.link.lease_in_force(_now()):
@@ -319,12 +323,34 @@ class Agent:
 def main(argv: list[str]) -> int:
     """Runs an agent to its end; 0 whatever ended it, the reason is in its log."""
     leave_signals()  # its nodes inherit it: none is without between its birth and its first line
-    is_told = argv == ["--stdin"]
     try:
-        options = told() if is_told else parse(argv)
+        if argv == ["--stdin"]:
+            this = told()
+            options, greeting = this.options, Greeting(this.options, this)
+            if not greeting.may_start:
+                greeting.hold_alone()
+                return 0
+            make_directories(options)
+        else:
+            this, options = None, parse(argv)
+            greeting = Greeting(options, None)
     except (OSError, ValueError) as error:
         log("agent", f"cannot begin: {one_line(error)}")
         return 1
+    logs = LogSender(Path(options.logs)) if this else None
+    try:
+        if greeting.begin():
+            take_orders(options, greeting, logs=logs)
+    except BrokenPipeError:
+        log(options.name, "ends: nobody reads what it says")
+    finally:
+        greeting.close()
+        clear_runtime(options.runtime)
+    return 0
+
+
+def take_orders(options: argparse.Namespace, greeting: Greeting, *, logs: LogSender | None) -> None:
+    """From the last word of the greeting to the end. BrokenPipeError: nobody reads it."""
     raise_descriptor_limit()
     end_with_parent(signal.SIGCONT)  # a stopped agent must wake to see that its parent is gone
     link = Link(
@@ -339,37 +365,15 @@ def main(argv: list[str]) -> int:
         watch_fd=0,
         on_trouble=partial(log, options.name),
     )
-    logs = LogSender(Path(options.logs)) if is_told else None
     agent = Agent(link, Children(Path(options.logs)), name=options.name, logs=logs)
     agent.handle_signals()
+    agent.on_orders = greeting.close
     link.start()
     try:
-        say_ready(options.name, link.endpoint)
+        greeting.end()
         log(options.name, f"ends: {agent.serve()}")
-    except BrokenPipeError:
-        log(options.name, "ends: nobody reads its READY line")
     finally:
         agent.end()
         if agent.over == "finished" and logs is not None:
             agent.end_logs()
         link.close(1.0 if agent.over == "finished" else 0.0)
-        clear_runtime(options.runtime)
-    return 0
-
-
-def say_ready(name: str, endpoint: str) -> None:
-    """The one line on standard output; BrokenPipeError: nobody reads it."""
-    ready = {
-        "name": name,
-        "pid": os.getpid(),
-        "endpoint": endpoint,
-        "version": __version__,
-        "protocol": PROTOCOL_VERSION,
-        "python": sys.executable,
-        "memory": memory_domain(),
-    }
-    # What a login file printed before may have no end of line.
-    sys.stdout.write(f"\nREADY {json.dumps(ready)}\n")
-    sys.stdout.flush()
-    os.dup2(2, 1)  # nothing else is ever said there: its reader sees the end
-    log(name, f"ready, pid {os.getpid()}")

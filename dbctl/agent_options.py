@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from dbctl.process import one_line, read_line
@@ -26,12 +27,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def told() -> argparse.Namespace:
-    """The options as one line of JSON on standard input, and the directories that they name.
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What an agent of another host is told: its options, and what it is to look at.
 
-    Who makes the private directory here is the agent: nobody else's is ever taken. ValueError,
-    OSError: no such line, or a directory that cannot be made.
+    `question`: JSON of dbctl/examine.py. `reach`: a line with the ports of other hosts follows the
+    READY line. `only`: it is asked, and starts nothing.
     """
+
+    options: argparse.Namespace
+    question: dict[str, object]
+    reach: bool
+    only: bool
+
+
+def told() -> Told:
+    """One line of JSON on standard input. ValueError: no such line; nothing is made yet."""
     line = read_line(0, OPTIONS_BYTES_MAX)
     if line is None:
         raise ValueError(f"no options of at most {OPTIONS_BYTES_MAX} bytes on standard input")
@@ -43,8 +54,19 @@ def told() -> argparse.Namespace:
             runtime=values["runtime"], run=values["run"], name=values["name"],
             logs=str(logs), lease=values["lease"],
         )  # fmt: skip
-    except (KeyError, TypeError) as error:
+        return Told(
+            options=options,
+            question={"workdir": values["workdir"], **values.get("examine", {})},
+            reach=bool(values.get("reach")),
+            only=bool(values.get("only")),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"options of another form: {one_line(error)}") from error
-    logs.mkdir(parents=True, exist_ok=True)
+
+
+def make_directories(options: argparse.Namespace) -> None:
+    """Those that the options name. Who makes the private one is the agent: nobody else's is ever
+    taken. OSError: one cannot be made.
+    """
+    Path(options.logs).mkdir(parents=True, exist_ok=True)
     os.mkdir(options.runtime, 0o700)
-    return options

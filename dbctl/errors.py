@@ -78,22 +78,37 @@ class PlanError(DbctlError):
 
 
 class LaunchError(DbctlError):
-    """A process did not come up, or ended before its work was done."""
+    """A process did not come up, or ended before its work was done.
+
+    Of a host that did not come up: `about`, what of it is at fault, and `cure`, what to do.
+    """
 
     exit_code = 3
 
     def __init__(
-        self, node: str, what: str, *, host: str = "", log_path: str = "", log_tail: str = ""
+        self,
+        node: str,
+        what: str,
+        *,
+        about: str = "",
+        cure: str = "",
+        host: str = "",
+        log_path: str = "",
+        log_tail: str = "",
     ) -> None:
         super().__init__(node, what)
         self.node = node
         self.what = what
+        self.about = about
+        self.cure = cure
         self.host = host
         self.log_path = log_path
         self.log_tail = log_tail
 
     def __str__(self) -> str:
         text = f"{self.node}{' on ' + self.host if self.host else ''} {self.what}"
+        if self.cure:
+            text += f"; {self.cure}"
         if self.log_tail:
             text += "\n" + "\n".join(f"    {line}" for line in self.log_tail.splitlines())
         if self.log_path:

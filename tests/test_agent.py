@@ -4,7 +4,6 @@ under faults: cluster/test_processes.py.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ from typing import cast
 import pytest
 
 from dbctl.agent import END_GENTLE_S, END_KILL_S, GENTLE_S, Agent, Children
-from dbctl.agent_options import told
+from dbctl.agent_options import Told, make_directories, told
 from dbctl.logs import LogSender
 from dbctl.process import read_line
 from dbctl.transport.link import Link
@@ -381,7 +380,7 @@ def test_the_agent_imports_no_numpy() -> None:
 # ---------------------------------------------------------------- an agent of another host
 
 
-def told_on_stdin(text: bytes, monkeypatch: pytest.MonkeyPatch, home: Path) -> argparse.Namespace:
+def told_on_stdin(text: bytes, monkeypatch: pytest.MonkeyPatch, home: Path) -> Told:
     """What `told` makes of standard input `text`."""
     monkeypatch.setenv("HOME", str(home))
     (home.parent / f"{home.name}.in").write_bytes(text)
@@ -403,7 +402,10 @@ def orders(home: Path, **changes: object) -> bytes:
 
 def test_options_come_over_standard_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("A_VALUE", "")  # and so it is taken away again
-    options = told_on_stdin(orders(tmp_path), monkeypatch, tmp_path)
+    this = told_on_stdin(orders(tmp_path), monkeypatch, tmp_path)
+    options = this.options
+    assert (this.question, this.reach, this.only) == ({"workdir": "~/work/é"}, False, False)
+    make_directories(options)
     assert (options.name, options.run, options.lease) == ("agent-3", "r7", 4.0)
     assert options.logs == str(tmp_path / "work" / "é" / "r7")
     assert Path(options.logs).is_dir()
@@ -415,8 +417,9 @@ def test_a_directory_of_somebody_else_is_never_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "sockets").mkdir(mode=0o777)
+    this = told_on_stdin(orders(tmp_path), monkeypatch, tmp_path)
     with pytest.raises(FileExistsError):
-        told_on_stdin(orders(tmp_path), monkeypatch, tmp_path)
+        make_directories(this.options)
 
 
 @pytest.mark.parametrize(

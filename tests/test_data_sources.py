@@ -217,8 +217,8 @@ def test_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert digest(write_npy(tmp_path / "moved", X, Y)) == first
     assert digest(NpySource(x=spec.x, y=spec.y, rows=4)) != first
     for limit in (files.FREE_BYTES, 10):
-        monkeypatch.setattr("dbctl.data.sources.DIGEST_BYTES", limit)
-        monkeypatch.setattr("dbctl.data.sources.END_BYTES", 20)
+        monkeypatch.setattr("dbctl.data.files.DIGEST_BYTES", limit)
+        monkeypatch.setattr("dbctl.data.files.END_BYTES", 20)
         write_npy(tmp_path, X, Y)
         before = digest(spec)
         changed = X.copy()

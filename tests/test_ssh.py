@@ -21,16 +21,19 @@ import dbctl
 from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
-from dbctl.launch import ssh
+from dbctl.launch import ssh, ssh_words
 from dbctl.launch.ssh import SshLauncher
 from dbctl.launch.ssh_words import (
+    NOTHING,
     OPTIONS,
+    Asked,
     Errand,
     checkout,
     cure,
     diagnose,
     errand,
     orders,
+    others,
     ssh_command,
 )
 
@@ -48,6 +51,16 @@ HOSTS = (
 )
 
 
+# What they are asked about themselves, and where those that come first were found to listen.
+ASKED = Asked(
+    questions={
+        "agent-0": {"address": "10.0.0.1", "files": ["/data/it's x.npy"]},
+        "agent-1": {"address": "10.0.0.2"},
+    }
+)
+PORTS = {"agent-0": ("10.0.0.1", 40001), "agent-1": ("10.0.0.2", 40002)}
+
+
 def errands() -> list[Errand]:
     return [
         errand(f"agent-{i}", host, runtime="/run/user/1/dbctl-abcdefgh", token="0123456789abcdef")
@@ -60,7 +73,9 @@ def said() -> str:
     parts = []
     for one in errands():
         words = "\n".join(ssh_command(one))
-        parts.append(f"== {one.host.name}\n{words}\n<<< {orders(one, run='r7', lease_s=10.0)}")
+        told = orders(one, ASKED, run="r7", lease_s=10.0)
+        second = others(PORTS, one.agent)
+        parts.append(f"== {one.host.name}\n{words}\n<<< {told}<<< {second}")
     return "\n".join(parts)
 
 
@@ -84,10 +99,10 @@ def test_there_is_one_command_of_plain_words_there() -> None:
     right, six = (shlex.split(ssh_command(one)[-1]) for one in errands()[1:])
     assert right == ["./my venv/bin/python3", "-P", "-m", "dbctl", "agent", "--stdin"]
     assert six[0] == "python3; reboot", "a name with odd characters, and no second command"
-    told = json.loads(orders(errands()[1], run="r7", lease_s=3.0))
+    told = json.loads(orders(errands()[1], NOTHING, run="r7", lease_s=3.0))
     assert told["env"] == {"A": "b c", "QUOTED": '\'"$HOME"'}
     assert told["workdir"] == "/data/it's here"
-    assert orders(errands()[1], run="r7", lease_s=3.0).count("\n") == 1
+    assert orders(errands()[1], NOTHING, run="r7", lease_s=3.0).count("\n") == 1
 
 
 def test_agents_of_one_machine_do_not_meet() -> None:
@@ -97,25 +112,32 @@ def test_agents_of_one_machine_do_not_meet() -> None:
     assert len(one.socket.encode()) < 60
 
 
+BRING = f"run `{cure(HOSTS[0], checkout())}`, or let --bootstrap do it"
+
+
 @pytest.mark.parametrize(
-    ("status", "words", "advice"),
+    ("status", "words", "about", "advice"),
     [
-        (1, "/usr/bin/python3: No module named dbctl", f"run `{cure(HOSTS[0], checkout())}`"),
-        (2, "unknown option -P\nusage: python3", "older than 3.11"),
-        (2, "Unknown option: -P", "older than 3.11"),
-        (127, "bash: line 1: python3: command not found", "there is no python3"),
-        (126, "permission denied", "there is no python3"),
-        (255, "Host key verification failed.", "mend known_hosts"),
-        (255, "me@left: Permission denied (publickey).", "`ssh left` must work without a question"),
-        (0, "channel 2: open failed: connect failed: open failed", "AllowStreamLocalForwarding"),
-        (255, "ssh: Could not resolve hostname left", ""),
-        (None, "", ""),
+        (1, "/usr/bin/python3: No module named dbctl", "dbctl", BRING),
+        (1, "ModuleNotFoundError: No module named 'zmq'", "dbctl", BRING),
+        (1, "is dbctl 0.0.1: install the same version on every host", "dbctl", BRING),
+        (2, "unknown option -P\nusage: python3", "python", "give the host another `python`"),
+        (2, "Unknown option: -P", "python", "give the host another `python`"),
+        (127, "bash: line 1: python3: command not found", "python", "install Python 3.11"),
+        (126, "permission denied", "python", "install Python 3.11"),
+        (255, "Host key verification failed.", "host key", "mend known_hosts"),
+        (255, "me@left: Permission denied (publickey).", "ssh", "`ssh left` must work without a"),
+        (0, "channel 2: open failed: connect failed: open failed", "ssh", "AllowStreamLocalForw"),
+        (255, "ssh: Could not resolve hostname left", "ssh", "make `ssh left` work"),
+        (1, "bashrc: line 3", "agent", ""),
+        (None, "", "agent", ""),
     ],
 )
-def test_the_cure_is_said(status: int | None, words: str, advice: str) -> None:
+def test_the_cure_is_said(status: int | None, words: str, about: str, advice: str) -> None:
     found = diagnose(HOSTS[0], status, words)
-    assert advice in found
-    assert bool(found) == bool(advice)
+    assert found.about == about
+    assert advice in found.cure
+    assert bool(found.cure) == bool(advice)
 
 
 def test_the_command_that_brings_dbctl_runs_as_it_is_typed(tmp_path: Path) -> None:
@@ -204,7 +226,7 @@ def test_all_come_up_at_once(fake: Fake) -> None:
 
 
 def test_who_is_turned_away_tries_again(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh, "RETRY_FIRST_S", 0.02)
+    monkeypatch.setattr(ssh_words, "RETRY_FIRST_S", 0.02)
     fake.says(
         "echo x >> tries; [ $(wc -l < tries) -ge 4 ] || {\n"
         "echo 'kex_exchange_identification: Connection closed by remote host' >&2; exit 255; }\n"
@@ -237,7 +259,7 @@ def test_waiting_has_an_end(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(LaunchError, match="did not say READY in time; it said: booting"):
         fake.launcher(2).start()
     assert time.monotonic() - begin < 3.0
-    monkeypatch.setattr(ssh, "RETRY_FIRST_S", 0.02)
+    monkeypatch.setattr(ssh_words, "RETRY_FIRST_S", 0.02)
     fake.says("echo 'kex_exchange_identification: x' >&2; exit 255")
     with pytest.raises(LaunchError, match="kex_exchange"):
         fake.launcher().start()

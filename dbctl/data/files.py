@@ -17,9 +17,12 @@ import os
 import stat
 import zipfile
 import zlib
+from collections.abc import Callable
+from hashlib import sha256
 from typing import IO
 
 from dbctl.errors import DataError
+from dbctl.process import one_line
 
 # A deflated stream grows at most 1,032 times, and real data seldom 20 times. Small files may have
 # any ratio: a column of equal labels has hundreds. Both limits are ours.
@@ -28,6 +31,9 @@ FREE_BYTES = 64 << 20
 
 CHUNK_BYTES = 1 << 18  # compressed bytes read at once
 PIECE_BYTES = 1 << 20  # bytes decompressed at once
+# A file up to this size is hashed whole; of a larger one its size and both ends.
+DIGEST_BYTES = 256 << 20
+END_BYTES = 1 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 
 # What the reading of a damaged or foreign compressed file raises.
@@ -74,6 +80,31 @@ def _origin(path: str, key: str) -> str:
 def size_of(file: IO[bytes]) -> int:
     """Size in bytes of an open file on disk."""
     return os.fstat(file.fileno()).st_size
+
+
+def file_digest(path: str, key: str, *, late: Callable[[], bool] = lambda: False) -> bytes:
+    """SHA-256 over a file's size and bytes; of a large file over its size and both ends.
+
+    Asked `late` before each MiB: then TimeoutError. Raises DataError.
+    """
+    hashed = sha256()
+    with open_file(path, key) as file:
+        size = size_of(file)
+        hashed.update(f"{size} ".encode())
+        try:
+            if size > DIGEST_BYTES:
+                hashed.update(file.read(END_BYTES))
+                file.seek(-END_BYTES, os.SEEK_END)
+            while data := file.read(END_BYTES):
+                if late():
+                    raise TimeoutError
+                hashed.update(data)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            message = f"cannot be read ({one_line(error)}); check the disk, or {key}"
+            raise DataError(path, message) from None
+    return hashed.digest()
 
 
 def is_gzip(file: IO[bytes]) -> bool:

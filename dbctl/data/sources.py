@@ -21,7 +21,7 @@ from typing import Literal, final
 import numpy as np
 
 from dbctl.data.csv_file import read_csv
-from dbctl.data.files import open_file, size_of
+from dbctl.data.files import file_digest
 from dbctl.data.idx import open_idx
 from dbctl.data.npy import open_npy, open_npz
 from dbctl.data.rows import Array, ArrayRows, Rows, Stored, StreamRows
@@ -39,10 +39,6 @@ from dbctl.experiment.specs import (
 from dbctl.model.network import NetworkSpec, node_shapes
 
 DIGITS_PATH = os.path.join(os.path.dirname(__file__), "digits.npz")
-
-# A file up to this size is hashed whole; of a larger one its size and both ends.
-DIGEST_BYTES = 256 << 20
-END_BYTES = 1 << 20
 
 
 @final
@@ -212,44 +208,39 @@ def _check_labels(source: Source, classes: int) -> None:
         )
 
 
-def digest(spec: SourceSpec) -> str:
-    """A cheap identity of the data, for run.json: SHA-256 over the files' sizes and bytes, as hex.
+def files_of(spec: SourceSpec) -> list[tuple[str, str]]:
+    """(path, key of the experiment file) of each file that a source is read from."""
+    match spec:
+        case DigitsSource():
+            return [(DIGITS_PATH, "data.*.source")]
+        case IdxSource():
+            return [(spec.images, "data.*.images"), (spec.labels, "data.*.labels")]
+        case NpySource():
+            return [(spec.x, "data.*.x"), (spec.y, "data.*.y")]
+        case NpzSource() | CsvSource():
+            return [(spec.path, "data.*.path")]
+        case SyntheticSource():
+            return []
 
-    Of a file above `DIGEST_BYTES` only the size and both ends count. Names of files do not, so
-    moved data stays the same; what is picked from them (members, column, rows) does. Raises
-    DataError.
+
+def digest(spec: SourceSpec) -> str:
+    """A cheap identity of the data, for run.json: SHA-256 over the digests of its files, as hex.
+
+    Names of files do not count, so moved data stays the same; what is picked from them (members,
+    column, rows) does. Raises DataError.
     """
     total = sha256()
-    files: list[tuple[str, str]]
     picked: tuple[object, ...] = ()
     match spec:
         case DigitsSource():
-            files, picked = [(DIGITS_PATH, "data.*.source")], (spec.split,)
-        case IdxSource():
-            files = [(spec.images, "data.*.images"), (spec.labels, "data.*.labels")]
+            picked = (spec.split,)
         case NpzSource():
-            files, picked = [(spec.path, "data.*.path")], (spec.x, spec.y)
-        case NpySource():
-            files = [(spec.x, "data.*.x"), (spec.y, "data.*.y")]
+            picked = (spec.x, spec.y)
         case CsvSource():
-            files, picked = [(spec.path, "data.*.path")], (spec.label,)
+            picked = (spec.label,)
         case SyntheticSource():
-            files = []
             picked = (spec.features, spec.classes, spec.noise, spec.seed, spec.split)
     total.update(repr((spec.source, spec.rows, picked)).encode())
-    for path, key in files:
-        total.update(_file_digest(path, key))
+    for path, key in files_of(spec):
+        total.update(file_digest(path, key))
     return total.hexdigest()
-
-
-def _file_digest(path: str, key: str) -> bytes:
-    hashed = sha256()
-    with open_file(path, key) as file:
-        size = size_of(file)
-        hashed.update(f"{size} ".encode())
-        if size > DIGEST_BYTES:
-            hashed.update(file.read(END_BYTES))
-            file.seek(-END_BYTES, os.SEEK_END)
-        while data := file.read(END_BYTES):
-            hashed.update(data)
-    return hashed.digest()

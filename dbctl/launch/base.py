@@ -21,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import dbctl
 from dbctl.envelope import PROTOCOL_VERSION
@@ -32,10 +33,26 @@ from dbctl.plan import NodeSpec
 from dbctl.process import escape
 from dbctl.wire import Start
 
+if TYPE_CHECKING:
+    from dbctl.examine import Facts
+
 RUNTIME_PREFIX = "dbctl-"
 # An address of a socket holds 107 bytes; worker-9999.9999.9999.sock and more must fit behind this.
 RUNTIME_BYTES_MAX = 107 - 36
 READY_BYTES_MAX = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """`facts`: of the host itself; `reached`: what is wrong with the way to each other host, or "".
+
+    Between `asked_s` and `heard_s`, by the clock here in seconds since 1970, its facts were said.
+    """
+
+    facts: Facts
+    reached: Mapping[str, str]
+    asked_s: float
+    heard_s: float
 
 
 @dataclass(frozen=True)
@@ -45,7 +62,7 @@ class AgentHandle:
     What its host knows it by: `inside` is the endpoint for its nodes, `runtime` their directory for
     sockets, `python` the program that runs them ("": as here). `keeps_logs`: its nodes' logs are
     written there, and come over the link. `shares_memory`: what its nodes hand out can be mapped
-    here; else it is sent.
+    here; else it is sent. `answer`: what it said of its host, where it was asked.
     """
 
     name: str
@@ -58,6 +75,7 @@ class AgentHandle:
     python: str = ""
     keeps_logs: bool = False
     shares_memory: bool = True
+    answer: Answer | None = None
 
 
 class Launcher(Protocol):
@@ -78,6 +96,13 @@ class Launcher(Protocol):
 
     def stop(self, timeout_s: float) -> None:
         """Ends every agent within about `timeout_s`; called twice, or before `start`, too."""
+
+
+class Gathering(Launcher, Protocol):
+    """A launcher that tells of every host by itself, those that failed too."""
+
+    def wait_all(self) -> list[AgentHandle | LaunchError]:
+        """Of each host its agent, or why there is none; in bounded time."""
 
 
 def python_command(part: str, *words: str) -> tuple[str, ...]:
@@ -148,31 +173,62 @@ class NotReady(Exception):
     """No READY line: the message says what was seen instead."""
 
 
-class ReadyLine:
-    """Looks for the READY line in what an agent's standard output brings, chunk by chunk."""
+class SaidLine:
+    """Looks for a line `WORD {JSON}` in what a program's standard output brings, chunk by chunk."""
 
-    def __init__(self) -> None:
-        self.data = b""
+    def __init__(self, word: str, data: bytes = b"") -> None:
+        self.word = word
+        self.data = data
 
     def feed(self, chunk: bytes) -> dict[str, object] | None:
         """The line's fields once it is there; `chunk` is empty at the output's end.
 
-        NotReady: the end, too much else, another version, or a line that is none.
+        NotReady: the end, too much else, or a line that is none.
         """
         self.data += chunk
         *lines, _ = self.data.split(b"\n")
+        start = self.word.encode() + b" "
         for line in lines:
-            if line.startswith(b"READY "):
-                return _fields(line.removeprefix(b"READY "))
+            if line.startswith(start):
+                return self._fields(line.removeprefix(start))
         if not chunk:
             raise NotReady(f"ended before it was ready{_words(self.data)}")
         if len(self.data) > READY_BYTES_MAX:
-            what = f"said {len(self.data)} bytes, none of them READY"
+            what = f"said {len(self.data)} bytes, none of them {self.word}"
             raise NotReady(f"{what}{_words(self.data[:1000])}")
         return None
 
+    def _fields(self, line: bytes) -> dict[str, object]:
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            raise NotReady(f"said a {self.word} line that is none{_words(line)}")
+        return fields
+
     def late(self) -> NotReady:
-        return NotReady(f"did not say READY in time{_words(self.data)}")
+        return NotReady(f"did not say {self.word} in time{_words(self.data)}")
+
+
+class ReadyLine(SaidLine):
+    """An agent's READY line; NotReady: it is of another version, too."""
+
+    def __init__(self) -> None:
+        super().__init__("READY")
+
+    def _fields(self, line: bytes) -> dict[str, object]:
+        fields = super()._fields(line)
+        if not isinstance(fields.get("endpoint"), str):
+            raise NotReady(f"said a READY line that is none{_words(line)}")
+        here = (dbctl.__version__, PROTOCOL_VERSION)
+        there = (fields.get("version"), fields.get("protocol"))
+        if there != here:
+            raise NotReady(
+                f"is dbctl {there[0]} with protocol {there[1]}, expected {here[0]} with {here[1]}: "
+                "install the same version on every host"
+            )
+        return fields
 
 
 def read_ready(process: subprocess.Popen[bytes], deadline: float) -> dict[str, object]:
@@ -193,23 +249,6 @@ def read_ready(process: subprocess.Popen[bytes], deadline: float) -> dict[str, o
         fields = ready.feed(os.read(fd, 65536))
         if fields is not None:
             return fields
-
-
-def _fields(line: bytes) -> dict[str, object]:
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict) or not isinstance(fields.get("endpoint"), str):
-        raise NotReady(f"said a READY line that is none{_words(line)}")
-    here = (dbctl.__version__, PROTOCOL_VERSION)
-    there = (fields.get("version"), fields.get("protocol"))
-    if there != here:
-        raise NotReady(
-            f"is dbctl {there[0]} with protocol {there[1]}, expected {here[0]} with {here[1]}: "
-            "install the same version on every host"
-        )
-    return fields
 
 
 def _words(data: bytes) -> str:

@@ -9,16 +9,21 @@ standard input. A golden file holds every word (`tests/golden/ssh.txt`).
 from __future__ import annotations
 
 import json
+import random
 import re
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import dbctl
 from dbctl.experiment.specs import HostSpec
 
 SSH_FAILED = 255
 NO_PROGRAM = (126, 127)
+RETRY_FIRST_S = 0.25
+RETRY_MOST_S = 4.0
 OPTIONS = (
     "BatchMode=yes",
     "ControlMaster=no",
@@ -28,6 +33,9 @@ OPTIONS = (
     "ServerAliveCountMax=3",
     "ExitOnForwardFailure=yes",
 )
+# What ssh says where the server closed the connection before it named itself.
+_CLOSED_EARLY = re.compile(r"kex_exchange_identification|Exceeded MaxStartups")
+_NO_MODULE = re.compile(r"No module named '?([a-z_]+)")
 _NOT_FORWARDED = re.compile(r"channel [0-9]+: open failed")
 
 
@@ -74,7 +82,29 @@ def _python(host: HostSpec) -> str:
     return f"./{host.python[2:]}" if host.python.startswith("~/") else host.python
 
 
-def orders(one: Errand, *, run: str, lease_s: float) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What agents are asked about their hosts: `questions` by agent (dbctl/examine.py).
+
+    `only`: they are asked, and start nothing.
+    """
+
+    questions: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    only: bool = False
+
+    def of(self, agent: str) -> Mapping[str, object]:
+        return self.questions.get(agent, {})
+
+    @property
+    def reach(self) -> bool:
+        """Whether each is to say which of the others it reaches."""
+        return sum(bool(question.get("address")) for question in self.questions.values()) > 1
+
+
+NOTHING = Asked()
+
+
+def orders(one: Errand, asked: Asked, *, run: str, lease_s: float) -> str:
     """What the agent reads on standard input, one line of JSON."""
     values = {
         "runtime": one.runtime,
@@ -83,8 +113,17 @@ def orders(one: Errand, *, run: str, lease_s: float) -> str:
         "workdir": one.host.workdir,
         "lease": lease_s,
         "env": dict(variable.split("=", 1) for variable in one.host.env),
+        "examine": asked.of(one.agent),
+        "reach": asked.reach,
+        "only": asked.only,
     }
     return json.dumps(values) + "\n"
+
+
+def others(ports: Mapping[str, tuple[str, int]], agent: str) -> str:
+    """The second line, where hosts are to reach each other: (address, port) of the others."""
+    rows = [(name, *where) for name, where in ports.items() if name != agent]
+    return json.dumps({"reach": rows}) + "\n"
 
 
 def cure(host: HostSpec, source: Path | None = None) -> str:
@@ -108,21 +147,51 @@ def checkout() -> Path | None:
     return tree if (tree / "pyproject.toml").exists() else None
 
 
-def diagnose(host: HostSpec, status: int | None, said: str) -> str:
-    """What is wrong and what to do, from the exit status and the words; "" where only they tell."""
+def closed_early(said: str) -> bool:
+    """Whether a server took no more beginners: ssh is to be tried again."""
+    return bool(_CLOSED_EARLY.search(said)) and "Connection refused" not in said
+
+
+def again_after_s(n_tries: int) -> float:
+    """Seconds until the next try, longer each time and nobody's equal."""
+    pause_s = min(RETRY_MOST_S, RETRY_FIRST_S * 2.0 ** (n_tries - 1))
+    return pause_s * random.uniform(0.5, 1.5)
+
+
+class Diagnosis(NamedTuple):
+    """What of a host is at fault; what is wrong and what to do, "" where only its words tell."""
+
+    about: str
+    fault: str
+    cure: str
+
+
+def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
+    """From the exit status and the words; a cure of "" where only they tell."""
     python = host.python
+    bring = f"run `{cure(host, checkout())}`, or let --bootstrap do it"
     if "No module named dbctl" in said:
-        return f"dbctl is not there for {python}: run `{cure(host, checkout())}`"
+        return Diagnosis("dbctl", f"dbctl is not there for {python}", bring)
+    if missing := _NO_MODULE.search(said):
+        return Diagnosis("dbctl", f"{missing[1]}, which dbctl needs, is not there", bring)
     if "install the same version" in said:
-        return f"run `{cure(host, checkout())}`"
+        return Diagnosis("dbctl", "", bring)
     if "nknown option: -P" in said or "nknown option -P" in said:
-        return f"{python} there is older than 3.11: give the host another `python`"
+        fault = f"{python} there is older than 3.11"
+        return Diagnosis("python", fault, "give the host another `python`")
     if status in NO_PROGRAM:
-        return f"there is no {python}: install Python 3.11 or later, or give the host its `python`"
+        do = "install Python 3.11 or later, or give the host its `python`"
+        return Diagnosis("python", f"there is no {python}", do)
     if "HOST IDENTIFICATION HAS CHANGED" in said or "Host key verification failed" in said:
-        return "its host key is not the known one: find out why, then mend known_hosts"
+        do = "find out why, then mend known_hosts"
+        return Diagnosis("host key", "its host key is not the known one", do)
     if _NOT_FORWARDED.search(said):
-        return "its sshd forwards no sockets: set AllowStreamLocalForwarding to yes there"
+        do = "set AllowStreamLocalForwarding to yes there"
+        return Diagnosis("ssh", "its sshd forwards no sockets", do)
     if "Permission denied" in said:
-        return f"`ssh {shlex.quote(host.destination)}` must work without a question: give it a key"
-    return ""
+        do = f"`ssh {shlex.quote(host.destination)}` must work without a question: give it a key"
+        return Diagnosis("ssh", "it does not let this user in", do)
+    if status == SSH_FAILED:
+        do = f"make `ssh {shlex.quote(host.destination)}` work, or mend `ssh` of the host"
+        return Diagnosis("ssh", "", do)
+    return Diagnosis("agent", "", "")

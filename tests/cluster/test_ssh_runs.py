@@ -298,7 +298,6 @@ def fail(tmp_path: Path, *hosts: dict[str, Any], limit_s: float = 10.0) -> Launc
         ({"ssh": "unknown"}, ["Host key verification failed"]),
         ({"ssh": "failing"}, ["exit status 1", "conda: command not found"]),
         ({"python": "/no/such/python3"}, ["there is no /no/such/python3", "/no/such/python3"]),
-        ({"workdir": "/proc/none"}, ["cannot begin: FileNotFoundError"]),
     ],
 )
 def test_a_bad_host_is_told(
