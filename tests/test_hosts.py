@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dbctl.errors import ExperimentError
-from dbctl.experiment.read import load, parse
+from dbctl.experiment.read import load, load_hosts, parse
 from dbctl.experiment.resolve import from_json, to_json, to_yaml
 from dbctl.experiment.schema import schema
 from dbctl.experiment.specs import Experiment, HostSpec, SshCluster
@@ -223,3 +223,35 @@ def test_an_editor_takes_what_the_reader_takes(hosts: object, good: bool, folder
     else:
         with pytest.raises(ExperimentError):
             parse(json.dumps(whole), directory=folder)
+
+
+# --------------------------------------------------------------------------- a hosts file by itself
+
+
+def test_a_hosts_file_by_itself_is_read_like_one_that_an_experiment_names(folder: str) -> None:
+    path = str(Path(folder) / "hosts.yaml")
+    named = cluster("cluster: {launcher: ssh, hosts: hosts.yaml}\n", directory=folder)
+    assert load_hosts(path) == named.members
+
+
+@pytest.mark.parametrize(
+    ("text", "places"),
+    [
+        ("version: 1\nhosts: []\n", ["2:8: cluster.hosts: expected "]),
+        ("version: 1\nhosts: [{name: a, slots: 0}, {name: a}]\n", ["2:26: ", "2:37: "]),
+        ("hosts: [{name: -a}]\nmore: 1\n", ["version: is required", "1:16: ", "2:1: more"]),
+        ("", ["found nothing: the file is empty"]),
+        (None, ["hosts.yaml: cannot be read: No such file"]),
+    ],
+)
+def test_all_faults_of_a_hosts_file_come_at_once(
+    tmp_path: Path, text: str | None, places: list[str]
+) -> None:
+    path = tmp_path / "hosts.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ExperimentError) as caught:
+        load_hosts(str(path))
+    for place in places:
+        assert place in str(caught.value)
+    assert len(caught.value.problems) == len(places)

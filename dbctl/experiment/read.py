@@ -22,7 +22,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from dbctl.errors import ExperimentError, Problem
 from dbctl.experiment.checks import faults
-from dbctl.experiment.hosts import include_hosts
+from dbctl.experiment.hosts import include_hosts, read_hosts
 from dbctl.experiment.overrides import apply_overrides
 from dbctl.experiment.shape import (
     Shape,
@@ -33,7 +33,14 @@ from dbctl.experiment.shape import (
     tag_of,
     unwrap,
 )
-from dbctl.experiment.specs import EvaluateSpec, Every, Experiment, RelativeToFile
+from dbctl.experiment.specs import (
+    EvaluateSpec,
+    Every,
+    Experiment,
+    HostSpec,
+    RelativeToFile,
+    SshCluster,
+)
 from dbctl.experiment.tree import (
     Listing,
     Mapping,
@@ -83,6 +90,24 @@ def parse(
         what = "nothing: the file is empty" if tree is None else found(tree)
         message = f"expected a mapping that starts with `version: 1`, found {what}"
         problems.append(problem(tree.place if tree else start, (), message))
+    raise ExperimentError(problems)
+
+
+def load_hosts(path: str) -> tuple[HostSpec, ...]:
+    """The hosts of a hosts file by itself; ExperimentError with every problem of it."""
+    read_text(path)  # a file that is not there is told as such
+    problems: list[Problem] = []
+    start = Place(path, 1, 1)
+    listing = read_hosts(path, start, problems)
+    if listing is not None:
+        reader = _Reader(os.path.abspath(os.path.dirname(path) or "."), problems)
+        key = ("cluster", "hosts")
+        hosts = reader.read(listing, fields_of(SshCluster)["hosts"].annotation, key)
+        for fault in faults(reader.values):
+            reader.refuse(reader.blamed(fault.path, start), fault.path, fault.message)
+        if not problems:
+            assert isinstance(hosts, tuple)
+            return hosts
     raise ExperimentError(problems)
 
 
