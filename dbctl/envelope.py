@@ -15,8 +15,9 @@ from dbctl.wire import Message, Peer
 from dbctl.wire_batch import BatchMessage
 from dbctl.wire_files import FileMessage
 from dbctl.wire_logs import LogMessage
+from dbctl.wire_ship import ShipMessage
 
-AnyMessage = wire.AnyMessage | BatchMessage | LogMessage | FileMessage
+AnyMessage = wire.AnyMessage | BatchMessage | LogMessage | FileMessage | ShipMessage
 
 PROTOCOL_VERSION = 2
 HEADER_BYTES = 64 << 10

@@ -27,6 +27,7 @@ from dbctl.model.tensor import Tensor
 from dbctl.placement import place
 from dbctl.region import Range
 from dbctl.shards import ShardSpan, shard_spans, spans_within
+from dbctl.shipment import Shipped
 from dbctl.wire import BEGINNING, Position
 
 LOCALHOST = "localhost"
@@ -75,6 +76,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     tcp: Tcp | None = None  # None: all that it talks to are on its own host
     far: tuple[str, ...] = ()  # reached through the agents, and maps no memory of this host
     sent: Sent | None = None  # None: the run's files are read where they are
+    shipped: Shipped | None = None  # None: the data's files are read where they are
     factory: str = ""  # tests: module:function that builds the role instead of dbctl's own
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dbctl import wire, wire_batch, wire_files, wire_logs
+from dbctl import wire, wire_batch, wire_files, wire_logs, wire_ship
 from dbctl.wire import Message, Peer
 
 CONTROLLER = "controller"
@@ -30,10 +30,12 @@ RIGHTS: dict[tuple[str, str], Kinds] = {
     ("shard", "evaluator"): _OF_A_SHARD,
     ("worker", "worker"): _AMONG_PARTITIONS,
     ("evaluator", "evaluator"): _AMONG_PARTITIONS,
-    ("worker", CONTROLLER): _OF_EVERY_NODE | {wire.Report, wire_batch.Computed},
+    ("worker", CONTROLLER): _OF_EVERY_NODE
+    | {wire.Report, wire_batch.Computed, wire_ship.ReadShipment},
     ("shard", CONTROLLER): _OF_EVERY_NODE
     | {wire.ShardReport, wire.CutPart, wire_files.PartData, wire_batch.Executed},
-    ("evaluator", CONTROLLER): _OF_EVERY_NODE | {wire.Evaluated, wire.Predictions},
+    ("evaluator", CONTROLLER): _OF_EVERY_NODE
+    | {wire.Evaluated, wire.Predictions, wire_ship.ReadShipment},
     ("agent", CONTROLLER): frozenset(
         {wire.Started, wire.Exited, wire.Beat, wire.Failed, wire_logs.LogText}
     ),

@@ -36,6 +36,7 @@ from dbctl.run.setting import (
     open_data,
     plan_of,
 )
+from dbctl.run.shipments import shipments_of
 from dbctl.run.train import Life
 from dbctl.run.wiring import wired
 from dbctl.rundir import RunDir, RunInfo, create
@@ -81,7 +82,15 @@ class InprocRun:
     ) -> None:
         data = digest(plan.experiment.data.train)
         wiring = wired(plan, {})
-        self.life = Life(plan, run_dir, SilentDisplay(), origin=origin, data=data, wiring=wiring)
+        self.life = Life(
+            plan,
+            run_dir,
+            SilentDisplay(),
+            origin=origin,
+            data=data,
+            wiring=wiring,
+            shipments=shipments_of(plan, None, None, directory=run_dir.path),
+        )
         self.coordinator = self.life.coordinator
         self.records: list[Record] = []
         self.saved: list[int] = []

@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from dbctl import wire, wire_batch, wire_files, wire_logs
+from dbctl import wire, wire_batch, wire_files, wire_logs, wire_ship
 from dbctl.envelope import PIECE_BYTES, PROTOCOL_VERSION, AnyMessage, Envelope, Inline, Shared
 
 TEXT = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def test_every_message_is_documented_and_no_other() -> None:
 
 def test_every_message_class_can_be_sent() -> None:
     """A message that is missing from AnyMessage would be refused by every receiver."""
-    modules = (wire.__name__, wire_batch.__name__, wire_files.__name__, wire_logs.__name__)
+    modules = {m.__name__ for m in (wire, wire_batch, wire_files, wire_logs, wire_ship)}
     defined = {c.__name__ for c in wire.Message.__subclasses__() if c.__module__ in modules}
     assert defined == {message.__name__ for message in MESSAGES}
 

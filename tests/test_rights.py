@@ -15,6 +15,7 @@ CONTROLLER = Peer("controller", 1)
 ORDERS = {
     *("Grant", "Halt", "Cut", "Gone", "Evaluate", "Filed", "Peers", "Finish", "Start", "Kill"),
     *("Execute", "Begin", "Collect", "Work", "Lease", "LogFiled", "VectorPart", "ReadPart"),
+    "ShipmentPart",
 }
 
 

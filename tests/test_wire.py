@@ -77,6 +77,7 @@ def test_only_messages_with_a_payload_carry_one() -> None:
         "Evaluated",
         "VectorPart",
         "PartData",
+        "ShipmentPart",
     }
     assert {k.__name__ for k in MESSAGES if "payload" in k.__struct_fields__} == carrying
 

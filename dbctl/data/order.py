@@ -38,6 +38,11 @@ def subset(n_rows: int, seed: int, *, replica: int, replicas: int) -> Indices:
     return permutation(n_rows, seed, "rows")[replica::replicas].copy()
 
 
+def ranks(rows: Indices) -> Indices:
+    """Where each of different `rows` is when they are put into rising order: int64 (len(rows),)."""
+    return np.searchsorted(np.sort(rows), rows).astype(np.int64, copy=False)
+
+
 def epoch_order(n: int, seed: int, *, replica: int, epoch: int) -> Indices:
     """The order in which `replica` sees its `n` rows in `epoch`: positions in its own subset."""
     return permutation(n, seed, f"order {replica} {epoch}")

@@ -7,6 +7,7 @@ a shard loads no data, a worker no optimiser state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import numpy as np
 from dbctl.checkpoint.layout import PARAMETERS
 from dbctl.checkpoint.reader import open_checkpoint
 from dbctl.data.dataset import Dataset
-from dbctl.data.order import subset
+from dbctl.data.order import ranks, subset
 from dbctl.data.prepare import Statistics
 from dbctl.data.sources import Source, open_source
 from dbctl.experiment.resolve import from_json
@@ -37,6 +38,7 @@ from dbctl.optim.methods import saved_names
 from dbctl.optim.schedules import rate_at
 from dbctl.optim.updates import make_rule
 from dbctl.plan import NodeSpec
+from dbctl.process import log
 from dbctl.region import Range
 from dbctl.roles.base import Allocate, Array, Role
 from dbctl.roles.batch_shard import BatchShard, BatchShardStart
@@ -224,7 +226,7 @@ def build_batch_worker(
     assert isinstance(optimizer, SandblasterSpec)
     cut = cut_of(experiment)
     train = experiment.data.train
-    source = open_source(train)
+    source = _source(spec, train, distant)
     rows = Dataset(source, train, statistics=_statistics(spec, train, source, distant=distant))
     gradient = NetworkPortions(
         Share(cut, spec.partition, batch_size=min(optimizer.portion, len(rows)), allocate=allocate),
@@ -247,10 +249,24 @@ def build_batch_worker(
 def _rows_of(spec: NodeSpec, experiment: Experiment, distant: Distant | None) -> Dataset:
     """The replica's own rows: row i of one seeded permutation is of replica i mod R."""
     train = experiment.data.train
-    source = open_source(train)
-    rows = subset(source.rows, experiment.seed, replica=spec.replica, replicas=experiment.replicas)
+    source = _source(spec, train, distant)
+    n_rows = spec.shipped.rows if spec.shipped is not None else source.rows
+    rows = subset(n_rows, experiment.seed, replica=spec.replica, replicas=experiment.replicas)
+    if spec.shipped is not None and spec.shipped.own:
+        rows = ranks(rows)
     statistics = _statistics(spec, train, source, distant=distant)
     return Dataset(source, train, statistics=statistics, rows=rows)
+
+
+def _source(spec: NodeSpec, asked: SourceSpec, distant: Distant | None) -> Source:
+    """The rows where the experiment says, or as they were sent to this host."""
+    if spec.shipped is None:
+        return open_source(asked)
+    from dbctl.node.arrival import bring
+
+    assert distant is not None, "what was sent came from the controller"
+    here = bring(spec.shipped, asked, distant, runtime=spec.runtime, log=partial(log, spec.node))
+    return open_source(here)
 
 
 def _statistics(
@@ -268,7 +284,7 @@ def build_evaluator(
 ) -> Evaluator:
     asked = experiment.data.train if spec.split == "train" else experiment.data.test
     assert asked is not None, f"no data.{spec.split}"
-    source = open_source(asked)
+    source = _source(spec, asked, distant)
     statistics = _statistics(spec, asked, source, distant=distant)
     dataset = Dataset(source, asked, statistics=statistics)
     cut = cut_of(experiment)

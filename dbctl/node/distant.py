@@ -34,8 +34,8 @@ class Distant:
     def __init__(self, sent: Sent, *, send: Callable[[Message], None], hear: Hear) -> None:
         self.vectors = sent.vectors
         self.updates = sent.updates
-        self._send = send
-        self._hear = hear
+        self.send = send
+        self.hear = hear
 
     def read(self, vector: str, span: Range) -> Array:
         """Elements `span` of a vector of the checkpoint: float32 (len(span),)."""
@@ -56,10 +56,10 @@ class Distant:
     def _part(self, asked: ReadVector) -> Array:
         again_s = AGAIN_S
         while True:
-            self._send(asked)
+            self.send(asked)
             ends = time.monotonic() + again_s
             while (wait_s := ends - time.monotonic()) > 0.0:
-                for peer, message in self._hear(wait_s):
+                for peer, message in self.hear(wait_s):
                     if peer.node == CONTROLLER and _answers(message, asked):
                         assert isinstance(message, VectorPart)
                         return np.asarray(message.payload)

@@ -46,6 +46,7 @@ from dbctl.run.setting import (
     new_run_id,
     vectors_of,
 )
+from dbctl.run.shipments import Shipments, shipments_of
 from dbctl.run.signals import Signals
 from dbctl.run.wiring import UNENCRYPTED
 from dbctl.rundir import RunDir
@@ -252,6 +253,7 @@ class _Task:
             lease_s=lease_s,
             interrupted=lambda: signals.count > 0,
         )
+        shipments = self._shipments(logs)
         session = Session(
             run=run,
             runtime=runtime,
@@ -263,6 +265,7 @@ class _Task:
             signals=signals,
             lease_s=lease_s,
             vectors=vectors_of(origin, self._run_dir.path),
+            shipments=shipments,
             log_path=lambda node: str(Path(logs) / f"{node}.log"),
         )
         nodes = partial(
@@ -274,11 +277,19 @@ class _Task:
             split=request.split,
             lease_s=lease_s,
             wiring=self._wiring,
+            shipped=shipments.shipped,
         )
         try:
             return session.run(nodes)
         finally:
             shutil.rmtree(runtime, ignore_errors=True)
+
+    def _shipments(self, directory: str) -> Shipments:
+        split = self._request.split
+        sources = {"train": None, "test": None, split: self._source}
+        return shipments_of(
+            self._plan, sources["train"], sources["test"], split=split, directory=directory
+        )
 
     def _evaluation(self, measured: Measured) -> Evaluation:
         counts = measured.confusion

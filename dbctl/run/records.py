@@ -73,6 +73,8 @@ class RunRecords:
                 self._display.event("evaluation", _describe_measured(fields), fields)
             case "worker" if fields.get("refused"):
                 self._warn_refused(fields)
+            case "shipment":
+                self._display.event("shipment", _describe_shipment(fields), fields)
         del measured
 
     def _warn_refused(self, fields: dict[str, Any]) -> None:
@@ -184,6 +186,13 @@ class RunRecords:
                 self._warned.discard(f"stuck {name}")
             elif now - since > STUCK_S and self._coordinator.is_working(name):
                 self._warn_once(f"stuck {name}", f"{name} has made no step for {STUCK_S:.0f} s")
+
+
+def _describe_shipment(fields: dict[str, Any]) -> str:
+    left, whole = fields["size_bytes"] - fields["start"], fields["size_bytes"]
+    rest = f", the rest of {whole:,}" if left < whole else ""
+    what = f"data.{fields['split']} ({fields['part']})"
+    return f"sending {left:,} bytes of {what}{rest} to {fields['host']}, for {fields['node']}"
 
 
 def _describe_measured(fields: dict[str, Any]) -> str:

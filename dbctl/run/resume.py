@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from dbctl.checkpoint.layout import Manifest, ReplicaRow
 from dbctl.checkpoint.reader import Checkpoint, newest_good
 from dbctl.data.order import steps_per_epoch
-from dbctl.data.sources import digest
+from dbctl.data.sources import Source, digest
 from dbctl.errors import CheckpointError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.resolve import to_yaml
@@ -38,6 +38,7 @@ from dbctl.run.setting import (
     open_data,
     plan_of,
 )
+from dbctl.run.shipments import shipments_of
 from dbctl.run.signals import Signals
 from dbctl.run.train import Life
 from dbctl.run.wiring import Wiring
@@ -61,7 +62,7 @@ class Resumption:
     """What a run goes on with. `rows_left_out`: of the epoch that another count cuts short.
 
     `finished`: the checkpoint is the last one of a run that reached its stop, and no later one is
-    given. `data` is the digest of the training rows.
+    given. `train` and `test` are the rows, `data` is the digest of those of `train`.
     """
 
     plan: Plan
@@ -70,6 +71,8 @@ class Resumption:
     warnings: list[str]
     rows_left_out: int
     finished: bool
+    train: Source
+    test: Source | None
     data: str
     wiring: Wiring
 
@@ -107,6 +110,7 @@ def resume(
             origin=found.origin,
             data=found.data,
             wiring=found.wiring,
+            shipments=shipments_of(found.plan, found.train, found.test, directory=run_dir.path),
         )
         life.coordinator.figures.first_loss = found.checkpoint.manifest.extra.get("first_loss")
         return life.run(signals, lease_s=lease_s, factories=factories)
@@ -143,6 +147,8 @@ def prepare(run_dir: RunDir, overrides: Sequence[str] = ()) -> Resumption:
         warnings=warnings,
         rows_left_out=left_out,
         finished=_is_finished(manifest, experiment.stop),
+        train=train,
+        test=test,
         data=data,
         wiring=wiring,
     )

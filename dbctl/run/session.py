@@ -28,12 +28,14 @@ from dbctl.roles.leader import Leader
 from dbctl.run.nodes import Node, Nodes, died
 from dbctl.run.pulse import Pulse
 from dbctl.run.saver import Saved, Saver
+from dbctl.run.shipments import Shipments
 from dbctl.run.signals import Signals
 from dbctl.run.vectors import Vectors
 from dbctl.transport.link import Link
 from dbctl.wire import Beat, Exited, Finish, Lease, Message, Peer, Ready, Started
 from dbctl.wire_files import PartData, ReadVector
 from dbctl.wire_logs import LogText
+from dbctl.wire_ship import ReadShipment
 
 CONTROLLER = "controller"
 TICK_S = 0.25
@@ -83,6 +85,7 @@ class Session:
         signals: Signals,
         lease_s: float,
         vectors: Vectors,
+        shipments: Shipments,
         save: Callable[[Saver, Save], None] | None = None,
         log_path: Callable[[str], str],
     ) -> None:
@@ -94,6 +97,7 @@ class Session:
         self._signals = signals
         self._lease_s = lease_s
         self._vectors = vectors
+        self._shipments = shipments
         self._save = save
         self._log_path = log_path
         self._link: Link | None = None
@@ -132,7 +136,7 @@ class Session:
                 self._link.connect(agent.name, agent.incarnation, agent.endpoint)
                 self._link.send(agent.name, Lease(0))  # it knows the way to here from now on
             self._pulse.start()
-            self._signals.wake = self._link.wake
+            self._signals.wake = self._shipments.wake = self._link.wake
             self._nodes = Nodes(make_nodes(self._agents), lease_s=self._lease_s)
             self._logs = LogFiles(self._log_copies())
             if not self._join():
@@ -204,6 +208,7 @@ class Session:
             return
         for peer, message in messages:
             self._dispatch(peer, message)
+        self._act(self._shipments.due())
 
     def _overslept(self, now: float) -> bool:
         """Ctrl-Z, or a machine that swaps: nobody renewed the nodes' lease, and they have ended.
@@ -248,6 +253,9 @@ class Session:
                 return
             case ReadVector():
                 self._send_part(peer, message)
+                return
+            case ReadShipment():
+                self._act(self._shipments.ask(peer.node, message))
                 return
             case Exited(node):
                 known = self._nodes.nodes.get(node)
@@ -353,6 +361,8 @@ class Session:
             self._saver.close(SHORT_GOODBYE_S if self._hurry else GOODBYE_S)
             while not self._saver.answers.empty():  # it may have ended with the run
                 self._records.saved(self._saver.answers.get())
+        for record in self._shipments.close():
+            self._records.record(record)
         self._pulse.close()
         self._launcher.stop(2.0)
         shutil.rmtree(self._runtime, ignore_errors=True)

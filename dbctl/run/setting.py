@@ -24,6 +24,7 @@ from dbctl.run.nodes import Node
 from dbctl.run.vectors import Vectors
 from dbctl.run.wiring import Wiring, ends_of, partners_of, talks_to, wired
 from dbctl.rundir import RunDir
+from dbctl.shipment import Shipped
 from dbctl.wire import BEGINNING, Position
 
 LEASE_S = 10.0
@@ -146,11 +147,12 @@ def make_nodes(
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
     wiring: Wiring | None = None,
+    shipped: Mapping[str, Shipped] | None = None,
 ) -> dict[str, Node]:
     """An order for each node of the plan, to the agent of its host.
 
-    `wiring`: where hosts reach each other; a plan of one host needs none. `factories`: role ->
-    module:function, for tests.
+    `wiring`: where hosts reach each other; a plan of one host needs none. `shipped`: what nodes are
+    told of rows that are sent. `factories`: role -> module:function, for tests.
     """
     wiring = wiring or wired(plan, {})
     far = wiring.far.union(agent.host for agent in agents if not agent.shares_memory)
@@ -187,6 +189,7 @@ def make_nodes(
             tcp=ends[node.node].tcp,
             far=ends[node.node].far,
             sent=sent if agent.keeps_logs else None,
+            shipped=(shipped or {}).get(node.node),
             factory=(factories or {}).get(node.role, ""),
         )
         nice = EVALUATOR_NICE if node.role == "evaluator" else 0

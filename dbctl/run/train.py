@@ -54,6 +54,7 @@ from dbctl.run.setting import (
     resolve_threads,
     vectors_of,
 )
+from dbctl.run.shipments import Shipments, shipments_of
 from dbctl.run.signals import Signals
 from dbctl.run.wiring import UNENCRYPTED, Wiring
 from dbctl.rundir import RunDir, RunInfo, create
@@ -106,7 +107,15 @@ def train(
             if initial:
                 text = f"parameters begin as those of {experiment.initialize_from}"
                 display.event("initialize", text, {"path": initial})
-            life = Life(plan, directory, display, origin=origin, data=data, wiring=wiring)
+            life = Life(
+                plan,
+                directory,
+                display,
+                origin=origin,
+                data=data,
+                wiring=wiring,
+                shipments=shipments_of(plan, train_data, test_data, directory=directory.path),
+            )
             return life.run(signals, lease_s=lease_s, factories=factories)
 
 
@@ -126,7 +135,7 @@ class Life:
     """One life of a run in its directory: `train` begins the first, each `resume` another.
 
     `data` is the digest of the training data: every checkpoint keeps it. `wiring`: which nodes
-    share a host.
+    share a host. `shipments`: what hosts are sent of the data.
     """
 
     def __init__(
@@ -138,8 +147,10 @@ class Life:
         origin: Origin,
         data: str,
         wiring: Wiring,
+        shipments: Shipments,
     ) -> None:
         self.plan = plan
+        self.shipments = shipments
         self.wiring = wiring
         self.run_dir = run_dir
         self.display = display
@@ -190,6 +201,7 @@ class Life:
                 signals=signals,
                 lease_s=lease_s,
                 vectors=vectors_of(self.origin, self.run_dir.path),
+                shipments=self.shipments,
                 save=self.save,
                 log_path=lambda node: str(self.run_dir.log_path(node)),
             )
@@ -211,6 +223,7 @@ class Life:
                 lease_s=lease_s,
                 factories=factories,
                 wiring=self.wiring,
+                shipped=self.shipments.shipped,
             )
             try:
                 outcome = session.run(nodes, self._make_saver)
