@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from dbctl.keys import KeyRow
+from dbctl.keys import KeyRow, Tcp
 from dbctl.launch.base import python_command, python_environment
-from dbctl.node.loop import Ended, Loop, build_role
+from dbctl.node.loop import Ended, Loop, assembly_bytes, build_role
 from dbctl.plan import NodeSpec
 from dbctl.process import EXIT_DONE, EXIT_FENCED, EXIT_ORPHANED, read_line
 from dbctl.roles.base import NEVER, NOW, Done, Effects, Record, Send
+from dbctl.shards import ShardSpan
 from dbctl.wire import Ack, Cut, Finish, Gone, Grant, Message, Peer, Peers, Ready, Return
 from tests.cluster.factories import Echo
 
@@ -347,3 +348,12 @@ def test_nothing_heavy_is_imported_before_the_spec_is_read() -> None:
         "asyncio",
     }
     assert not heavy & set(modules)
+
+
+def test_memory_for_pieces_suffices_for_all_that_send_some_at_once() -> None:
+    """8 workers of other hosts, two slots of 40 MB each: with less they would wait for ever."""
+    keys = tuple((f"worker-{i}.0", 1, "") for i in range(8))
+    shards = (ShardSpan("shard-0", 0, 10_000_000), ShardSpan("shard-1", 10_000_000, 10_000_003))
+    assert assembly_bytes(spec(shards=shards, tcp=Tcp(keys=keys))) == 8 * 2 * 40_000_000
+    assert assembly_bytes(spec(shards=shards)) == 2 * 2 * 40_000_000
+    assert assembly_bytes(spec()) == 64 << 20

@@ -155,8 +155,33 @@ def test_all_senders_together_are_bounded() -> None:
         sent = pieces_of(np.zeros(10, "<f4"), 1)
         put(assembler, sent[0], peer=Peer(f"stranger-{number}", 1))
         assert assembler.held_bytes <= 100
-    whole = pieces_of(np.ones(10, "<f4"), 1)
-    assert put(assembler, *whole) == [[1.0] * 10]
+    tries = [put(assembler, *pieces_of(np.ones(10, "<f4"), serial)) for serial in range(1, 8)]
+    assert [[1.0] * 10] in tries, "what strangers left is given up"
+
+
+@pytest.mark.parametrize("n_peers", [2, 4, 5, 8, 16])
+def test_of_many_that_come_at_once_as_many_as_fit_are_put_together(n_peers: int) -> None:
+    """Five and more pushed each other out for ever, where each took the stalest's memory."""
+    assembler = Assembler(max_bytes=4 * 10 * 8, piece_bytes=8)
+    missing = {Peer(f"worker-{i}.0", 1) for i in range(n_peers)}
+    for serial in range(1, 6):
+        sent = pieces_of(np.full(20, serial, "<f4"), serial)
+        done = {p for piece in sent for p in missing if put(assembler, piece, peer=p)}
+        assert len(done) == min(4, len(missing))
+        missing -= done
+    assert not missing
+
+
+def test_what_stands_still_is_given_up_for_what_comes() -> None:
+    assembler = Assembler(max_bytes=80, piece_bytes=8)
+    for name in ("gone", "lost"):
+        put(assembler, pieces_of(np.zeros(10, "<f4"), 1)[0], peer=Peer(name, 1))
+    for serial in range(1, 9):
+        whole = put(assembler, *pieces_of(np.ones(10, "<f4"), serial))
+        if whole:
+            break
+    assert whole == [[1.0] * 10]
+    assert 2 < serial < 8, "they had time to go on"
 
 
 def test_the_receiver_gives_the_buffer() -> None:

@@ -65,8 +65,7 @@ def run_node(spec: NodeSpec) -> int:
         lease_s=spec.lease_s,
         beat_s=beat_s(spec.lease_s),
         watch_fd=0,
-        # Two of the largest payloads in assembly, where payloads do not go through shared memory.
-        assembly_bytes=max(64 << 20, 16 * max((s.stop - s.start for s in spec.shards), default=0)),
+        assembly_bytes=assembly_bytes(spec),
         tcp=spec.tcp,
         far=spec.far,
         allow=Rights(
@@ -99,6 +98,16 @@ def run_node(spec: NodeSpec) -> int:
         return EXIT_FAILED
     finally:
         link.close(linger_s)
+
+
+def assembly_bytes(spec: NodeSpec) -> int:
+    """Two of the largest payloads of each that sends some in pieces: its slots, or an answer twice.
+
+    With less, those that are sent at once would wait for each other's memory.
+    """
+    n_elements = max((s.stop - s.start for s in spec.shards), default=0)
+    n_senders = len(spec.tcp.keys) if spec.tcp is not None else 0
+    return max(64 << 20, 2 * 4 * n_elements * max(2, n_senders))
 
 
 class Loop:

@@ -10,12 +10,17 @@ upwards. Of each sender at most `max_messages` are in assembly; when one more be
 the lowest serial is dropped (its sender sends it again under a new serial), so a late piece of an
 old message can never push out a newer one. A whole message is handed over once: a few of the last
 serials are remembered.
+
+Where the memory for all senders is used up, a new message waits to be sent again: if it took that
+of the stalest, eight that come at once would push each other out for ever. Only what has not gone
+on for as many pieces of others as fit twice is given up: its sender is gone, or sends it anew.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from dbctl.envelope import PIECE_BYTES, Inline
 from dbctl.errors import PeerError
@@ -23,8 +28,9 @@ from dbctl.roles.base import Array
 from dbctl.wire import Peer
 
 BufferFor = Callable[[Peer, Inline], Array]
+V = TypeVar("V")
 
-ITEM_BYTES = {"<f4": 4, "<f8": 8, "|u1": 1}
+ITEM_BYTES = {"<f4": 4, "<f8": 8}
 """The element types that travel, as numpy writes them, and their sizes."""
 
 REMEMBERED_SERIALS = 16
@@ -52,6 +58,7 @@ class _Assembly:
     def __init__(self, inline: Inline, array: Array) -> None:
         self.shape = _shape(inline)
         self.array = array
+        self.seen_at = 0
         self.bytes = array.reshape(-1).view("u1")
         self.missing = set(range(inline.of))
 
@@ -83,9 +90,12 @@ class Assembler:
         self.piece_bytes = piece_bytes
         self.held_bytes = 0
         self._buffer_for = buffer_for or _fresh_buffer
-        # By age of the last piece over all senders, so that the stalest is given up first.
+        self._n_pieces = 0
+        self._patience = 2 * count_pieces(max_bytes, piece_bytes)
+        # By age of the last piece over all senders: the stalest is the first.
         self._open: OrderedDict[tuple[Peer, int], _Assembly] = OrderedDict()
         self._delivered: OrderedDict[Peer, deque[int]] = OrderedDict()
+        self._refused: OrderedDict[Peer, int] = OrderedDict()
 
     def add(self, peer: Peer, inline: Inline, frame: bytes | memoryview) -> Array | None:
         """Takes one piece, in any order and twice; the whole payload once all are there, read-only.
@@ -98,12 +108,16 @@ class Assembler:
         if delivered is not None and inline.serial in delivered:
             return None
         key = (peer, inline.serial)
-        assembly = self._open.get(key) or self._begin(peer, inline)
+        self._n_pieces += 1
+        assembly = self._open.get(key)
+        if assembly is None and inline.serial > self._refused.get(peer, -1):
+            assembly = self._begin(peer, inline)
         if assembly is None:
             return None
         if assembly.shape != _shape(inline):
             raise PeerError(str(peer), f"pieces of message {inline.serial} disagree: {inline}")
         self._open.move_to_end(key)
+        assembly.seen_at = self._n_pieces
         if not assembly.place(inline, data, at):
             return None
         self._drop(key)
@@ -117,6 +131,7 @@ class Assembler:
         for key in [key for key in self._open if key[0] == peer]:
             self._drop(key)
         self._delivered.pop(peer, None)
+        self._refused.pop(peer, None)
 
     def _check(self, peer: Peer, inline: Inline, frame: memoryview) -> int:
         """Where in the payload this piece begins; PeerError unless all sizes agree."""
@@ -144,7 +159,11 @@ class Assembler:
             self._drop((peer, mine[0]))
         size = inline.n_elements * ITEM_BYTES[inline.dtype]
         while self.held_bytes + size > self.max_bytes:
-            self._drop(next(iter(self._open)))
+            stalest = next(iter(self._open))
+            if self._n_pieces - self._open[stalest].seen_at <= self._patience:
+                _keep(self._refused, peer, inline.serial)  # what follows of it would never be whole
+                return None
+            self._drop(stalest)
         array = self._buffer_for(peer, inline)
         assert array.dtype.str == inline.dtype, f"{array.dtype.str} given for {inline.dtype}"
         assert array.shape == (inline.n_elements,), f"{array.shape} given for {inline.n_elements}"
@@ -156,11 +175,17 @@ class Assembler:
         self.held_bytes -= self._open.pop(key).array.nbytes
 
     def _remember(self, peer: Peer, serial: int) -> None:
-        serials = self._delivered.setdefault(peer, deque(maxlen=REMEMBERED_SERIALS))
+        serials = self._delivered.get(peer) or deque(maxlen=REMEMBERED_SERIALS)
         serials.append(serial)
-        self._delivered.move_to_end(peer)
-        if len(self._delivered) > REMEMBERED_PEERS:
-            self._delivered.popitem(last=False)
+        _keep(self._delivered, peer, serials)
+
+
+def _keep(by_peer: OrderedDict[Peer, V], peer: Peer, value: V) -> None:
+    """As the newest; of too many peers the oldest is forgotten."""
+    by_peer[peer] = value
+    by_peer.move_to_end(peer)
+    if len(by_peer) > REMEMBERED_PEERS:
+        by_peer.popitem(last=False)
 
 
 def _shape(inline: Inline) -> tuple[int, int, str]:
