@@ -30,7 +30,7 @@ from dbctl.wire import Peer
 BufferFor = Callable[[Peer, Inline], Array]
 V = TypeVar("V")
 
-ITEM_BYTES = {"<f4": 4, "<f8": 8}
+ITEM_BYTES = {"<f4": 4, "<f8": 8, "|u1": 1}
 """The element types that travel, as numpy writes them, and their sizes."""
 
 REMEMBERED_SERIALS = 16
