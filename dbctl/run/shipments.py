@@ -31,6 +31,7 @@ from dbctl.shipment import Sender, Shipment, Shipped
 from dbctl.wire_ship import ReadShipment, ShipmentPart
 
 READY_MOST = 4
+CLOSE_S = 1.0
 DIRECTORY = "data"  # within a host's workdir
 
 
@@ -123,7 +124,7 @@ class Shipments:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)  # it may unpack a source: the run's end does not wait for it
         sent = self._sender.sent_bytes.items()
         return [
             Record("shipped", self._row(node, digest) | {"sent_bytes": n})
