@@ -27,20 +27,28 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from dbctl import __version__
-from dbctl.agent_options import OPTIONS_BYTES_MAX
-from dbctl.keeper_start import leave_parent, listen, remove, say_ready, say_stays, sweep, told
+from dbctl.keeper_start import (
+    STOPPED,
+    leave_parent,
+    listen,
+    remove,
+    say_ready,
+    say_stays,
+    sweep,
+    told,
+)
 from dbctl.process import clear_runtime, log, one_line, read_line, signals_held
 from dbctl.proctree import Process, children_of
+from dbctl.visitors import Visitor, peer_uid, tell
 
 STAY = b"stay"
 SILENT_LIMIT_S = 5.0  # of a connection that has not said what it wants
@@ -49,47 +57,8 @@ STOP_LIMIT_S = 5.0  # an agent needs two seconds for its nodes; then it is kille
 SILENT_MAX = 16
 RUNS_MAX = 64
 N_DESCRIPTORS = 2  # standard output and error of a run's agent
-STOPPED = "the cluster is being stopped: this run ends with it"
 
 _now = time.monotonic
-
-
-@dataclass
-class Visitor:
-    """A connection that has not yet said, in one line, what it wants."""
-
-    connection: socket.socket
-    until: float
-    data: bytearray = field(default_factory=bytearray)
-    descriptors: list[int] = field(default_factory=list)
-
-    def read(self) -> dict[str, Any] | None:
-        """The request once it is whole. ValueError, OSError: it never will be."""
-        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 4, flags)
-        except BlockingIOError:
-            return None
-        self.descriptors += descriptors
-        self.data += data
-        if not data:
-            raise ValueError("it left before its request was whole")
-        if len(self.data) > OPTIONS_BYTES_MAX:
-            raise ValueError(f"a request of more than {OPTIONS_BYTES_MAX} bytes")
-        if not self.data.endswith(b"\n"):
-            return None
-        request = json.loads(self.data)
-        if not isinstance(request, dict):
-            raise ValueError("a request that is no JSON object")
-        return request
-
-    def close(self) -> None:
-        self.connection.close()
-        self.close_descriptors()
-
-    def close_descriptors(self) -> None:
-        while self.descriptors:
-            os.close(self.descriptors.pop())
 
 
 @dataclass(kw_only=True)
@@ -133,12 +102,6 @@ def node_name(words: list[str]) -> str:
     if "node" in words[:-1]:
         return words[words.index("node") + 1]
     return words[0] if words else ""
-
-
-def tell(connection: socket.socket, **words: object) -> None:
-    """One line, if it can be sent at once: nobody's slowness holds the keeper up."""
-    with contextlib.suppress(OSError):
-        connection.send(json.dumps(words).encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 class Keeper:
@@ -348,14 +311,6 @@ class Keeper:
                 clear_runtime(run.runtime)  # a killed one could not
             tell(run.connection, ended=status)
             run.connection.close()
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """Who is at the other end, as the kernel says."""
-    form = "3i"
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
-    _, uid, _ = struct.unpack(form, data)
-    return int(uid)
 
 
 def main(argv: list[str]) -> int:

@@ -25,7 +25,8 @@ PREFIX = "dbctl-keeper-"
 SOCKET = "control.sock"
 LOG = "keeper.log"
 IDLE_LIMIT_S = 12 * 3600.0
-BACKLOG = 16
+BACKLOG = 128
+STOPPED = "the cluster is being stopped: this run ends with it"  # in the log of the run's agent
 
 
 def told() -> argparse.Namespace:

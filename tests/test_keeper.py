@@ -22,9 +22,10 @@ import pytest
 from dbctl import __version__, keeper, keeper_start
 from dbctl.caller import ANSWER, GONE, NO_KEEPER
 from dbctl.envelope import PROTOCOL_VERSION
-from dbctl.keeper import RUNS_MAX, SILENT_MAX, STOPPED, node_name
-from dbctl.keeper_start import LOG, PREFIX, SOCKET
+from dbctl.keeper import RUNS_MAX, SILENT_MAX, node_name
+from dbctl.keeper_start import LOG, PREFIX, SOCKET, STOPPED
 from dbctl.proctree import children_of
+from dbctl.visitors import Visitor
 from tests.cluster.harness import state, wait_gone, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -98,8 +99,8 @@ class Standing:
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(self.path)  # without a limit: with one it does not wait for its turn
         connection.settimeout(LIMIT_S)
-        connection.connect(self.path)
         return connection
 
     def ask(self, data: bytes) -> list[dict[str, Any]]:
@@ -438,7 +439,7 @@ def test_no_more_runs_than_its_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     one._runs = [object()] * RUNS_MAX  # type: ignore[list-item]
     left, right = socket.socketpair()
     with left, right:
-        fault = one._fault(keeper.Visitor(left, 0.0, descriptors=[1, 2]))
+        fault = one._fault(Visitor(left, 0.0, descriptors=[1, 2]))
     assert fault == "64 runs are going on here, the most that there may be"
     one._selector.close()
     listener.close()

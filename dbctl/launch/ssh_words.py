@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import dbctl
+from dbctl.caller import NO_KEEPER
 from dbctl.experiment.specs import HostSpec
+from dbctl.keeper_start import STOPPED
 
 SSH_FAILED = 255
 NO_PROGRAM = (126, 127)
@@ -41,39 +43,49 @@ _NOT_FORWARDED = re.compile(r"channel [0-9]+: open failed")
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """One agent to be brought up: `runtime` is its directory there, `forwarded` its socket here."""
+    """One agent to be brought up: `runtime` is its directory there, `forwarded` its socket here.
+
+    `keeper` is the control socket of the standing agent that starts it there; "": ssh does.
+    """
 
     agent: str
     host: HostSpec
     runtime: str
     forwarded: str
+    keeper: str = ""
 
     @property
     def socket(self) -> str:
         return f"{self.runtime}/{self.agent}.sock"
 
 
-def errand(agent: str, host: HostSpec, *, runtime: str, token: str) -> Errand:
+def errand(agent: str, host: HostSpec, *, runtime: str, token: str, keeper: str = "") -> Errand:
     """`runtime` is the controller's own directory; `token` names the one there, unknown before."""
     return Errand(
         agent=agent,
         host=host,
         runtime=f"/tmp/dbctl-{token}-{agent.rpartition('-')[2]}",
         forwarded=f"{runtime}/{agent}.sock",
+        keeper=keeper,
     )
 
 
 def ssh_command(one: Errand) -> list[str]:
     """The words of the ssh that brings up the agent."""
+    part = ["caller", one.keeper] if one.keeper else ["agent", "--stdin"]
+    return ssh_words(one.host, *part, forward=f"{one.forwarded}:{one.socket}")
+
+
+def ssh_words(host: HostSpec, *part: str, forward: str = "") -> list[str]:
+    """The words of an ssh that runs one of dbctl's own processes on a host."""
     return [
         "ssh",
         "-T",
         *(word for option in OPTIONS for word in ("-o", option)),
-        "-L",
-        f"{one.forwarded}:{one.socket}",
+        *(["-L", forward] if forward else []),
         "--",
-        one.host.destination,
-        shlex.join([_python(one.host), "-P", "-m", "dbctl", "agent", "--stdin"]),
+        host.destination,
+        shlex.join([_python(host), "-P", "-m", "dbctl", *part]),
     ]
 
 
@@ -104,8 +116,27 @@ class Asked:
 NOTHING = Asked()
 
 
-def orders(one: Errand, asked: Asked, *, run: str, lease_s: float) -> str:
-    """What the agent reads on standard input, one line of JSON."""
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """The cluster that a run is on: the control sockets of its keepers, by host.
+
+    `table`: what they tell of the run when they are asked (`dbctl status`).
+    """
+
+    sockets: Mapping[str, str] = field(default_factory=dict)
+    table: Mapping[str, str] = field(default_factory=dict)
+
+    def keeper(self, host: HostSpec) -> str:
+        return self.sockets[host.name] if self.sockets else ""
+
+
+NOWHERE = Standing()
+
+
+def orders(
+    one: Errand, asked: Asked, *, run: str, lease_s: float, table: Mapping[str, str] | None = None
+) -> str:
+    """What the agent, or the keeper before it, reads on standard input: one line of JSON."""
     values = {
         "runtime": one.runtime,
         "run": run,
@@ -117,6 +148,8 @@ def orders(one: Errand, asked: Asked, *, run: str, lease_s: float) -> str:
         "reach": asked.reach,
         "only": asked.only,
     }
+    if one.keeper:
+        values |= {"do": "run", "table": dict(table or {})}
     return json.dumps(values) + "\n"
 
 
@@ -188,6 +221,11 @@ def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
     if _NOT_FORWARDED.search(said):
         do = "set AllowStreamLocalForwarding to yes there"
         return Diagnosis("ssh", "its sshd forwards no sockets", do)
+    if STOPPED in said:
+        return Diagnosis("cluster", "its cluster was stopped", "launch it again and resume the run")
+    if NO_KEEPER in said:
+        do = "stop that cluster (`dbctl stop-cluster`) and launch it again"
+        return Diagnosis("cluster", "its standing agent is gone", do)
     if "Permission denied" in said:
         do = f"`ssh {shlex.quote(host.destination)}` must work without a question: give it a key"
         return Diagnosis("ssh", "it does not let this user in", do)

@@ -1,0 +1,227 @@
+"""One ssh and the lines that are exchanged with the program at its other end.
+
+Rules of this file: every wait has an end; the words are others' (dbctl/launch/ssh_words.py), and so
+is what is made of the answers.
+
+Theory of operation. `text` goes to standard input as soon as ssh is started, which passes it on
+when it can; then a line `WORD {JSON}` is expected on standard output, and what a login file prints
+before it is skipped. Standard error, ssh's own and the program's, is appended to a log. Exit status
+255 may be ssh's or the command's: an error has both their words. A server that takes no more
+beginners (MaxStartups) closes the connection before the first word; that is tried again with
+growing pauses. A refused port is not: nobody is there. All talks are waited for in one loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dbctl.errors import LaunchError
+from dbctl.experiment.specs import HostSpec
+from dbctl.launch.base import NotReady, SaidLine, ending
+from dbctl.launch.ssh_words import SSH_FAILED, again_after_s, closed_early, diagnose
+from dbctl.process import one_line, signals_held, tail
+
+LOOK_S = 0.25
+
+
+class Talk:
+    """`words`: the ssh; `text`: what it is told first; `make_said`: what is expected first.
+
+    `name` is what errors call the other end. `socket` is forwarded by ssh to here: "" or a path.
+    `heard` are the fields of the line that is expected now, once it came; `error` is set where
+    it never will.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: HostSpec,
+        words: Sequence[str],
+        *,
+        text: str,
+        make_said: Callable[[], SaidLine],
+        log_path: Path,
+        socket: str = "",
+    ) -> None:
+        self.name = name
+        self.host = host
+        self.log_path = log_path
+        self.process: subprocess.Popen[bytes] | None = None
+        self.asked_s = self.heard_s = 0.0
+        self.heard: dict[str, Any] | None = None
+        self.error: LaunchError | None = None
+        self._words = list(words)
+        self._text = text
+        self._make_said = make_said
+        self._said = make_said()
+        self._socket = socket
+        self._log_start = 0
+        self._n_tries = 0
+        self._begin_at = 0.0
+
+    @property
+    def waits(self) -> bool:
+        return self.error is None and self.heard is None
+
+    def start(self) -> None:
+        self._n_tries += 1
+        self.asked_s = time.time()
+        self._said = self._make_said()
+        self._remove_socket()  # ssh leaves it, and does not take it over
+        try:
+            with open(self.log_path, "ab") as log, signals_held():
+                self._log_start = log.tell()
+                self.process = subprocess.Popen(
+                    self._words,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                    bufsize=0,
+                )
+        except OSError as error:
+            self.error = self.failed(f"ssh could not be started: {one_line(error)}")
+            return
+        self._tell(self._text)
+
+    def _tell(self, text: str) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        # Far less than a pipe holds; where nobody reads, the end of the process says why.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(text.encode())
+
+    def ask(self, text: str, word: str) -> None:
+        """One more line, and the word of the one that answers it."""
+        self.heard, self._said = None, SaidLine(word)
+        self._tell(text)
+
+    def fd(self) -> int:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def begin_if_due(self, now: float) -> bool:
+        """Whether it can be read; starts it, or starts it again, when it is time."""
+        if self.process is None and now >= self._begin_at:
+            self.start()
+        return self.process is not None
+
+    def read(self, now: float, deadline: float) -> None:
+        """Takes what its output has; on an early close a later try is set."""
+        try:
+            self.heard = self._said.feed(os.read(self.fd(), 65536))
+            self.heard_s = time.time()
+        except NotReady as error:
+            assert self.process is not None
+            self.let_go()
+            try:
+                status: int | None = self.process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                status = None
+            early = status == SSH_FAILED and not self._said.data
+            if early and closed_early(tail(self.log_path, self._log_start)):
+                self._begin_at = now + again_after_s(self._n_tries)
+                if self._begin_at < deadline:
+                    self.end(0.0)
+                    return
+            self.error = self.failed(str(error), status)
+
+    def be_late(self) -> None:
+        self.error = self.failed(str(self._said.late()))
+
+    def failed(self, what: str, status: int | None = None) -> LaunchError:
+        said = tail(self.log_path, self._log_start)
+        parts = [what]
+        if status is not None:
+            whose = "ssh " if status == SSH_FAILED else ""
+            parts[0] += f" ({whose}{ending(status)})"
+        found = diagnose(self.host, status, f"{what}\n{said}")
+        if found.fault:
+            parts.append(found.fault)
+        return LaunchError(
+            self.name,
+            "; ".join(parts),
+            about=found.about,
+            cure=found.cure,
+            host=self.host.name,
+            log_path=str(self.log_path),
+            log_tail=said,
+        )
+
+    def status(self) -> int | None:
+        """The exit status of the ssh, once it has ended by itself."""
+        return None if self.process is None else self.process.poll()
+
+    def hear_no_more(self) -> None:
+        """The output is of no interest any more; what is at the other end goes on."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def let_go(self) -> None:
+        """Its standard input ends, and with it what is at the other end."""
+        if self.process is not None:
+            for pipe in (self.process.stdin, self.process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def end(self, timeout_s: float) -> None:
+        """Waits for ssh, which waits for the other end; else kills ssh: its input has ended."""
+        self.let_go()
+        if self.process is not None:
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process = None
+        self._remove_socket()
+
+    def _remove_socket(self) -> None:
+        if self._socket:
+            Path(self._socket).unlink(missing_ok=True)
+
+
+def hear(
+    talks: Sequence[Talk],
+    deadline: float,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> None:
+    """Until each has said what is expected of it; whoever is late by then has failed."""
+    while left := [talk for talk in talks if talk.waits]:
+        now = time.monotonic()
+        if now >= deadline or interrupted():
+            break
+        _turn(left, now, deadline)
+    for talk in left:
+        talk.be_late()
+
+
+def _turn(waiting: Sequence[Talk], now: float, deadline: float) -> None:
+    """Begins what is due again, and reads what has come, for at most LOOK_S."""
+    poll = select.poll()
+    reading = {}
+    for talk in waiting:
+        if talk.begin_if_due(now):
+            poll.register(talk.fd(), select.POLLIN)
+            reading[talk.fd()] = talk
+    for fd, _ in poll.poll(1000.0 * LOOK_S):
+        reading[fd].read(now, deadline)
+
+
+def end_all(talks: Sequence[Talk], timeout_s: float) -> None:
+    """First all are let go, then each is waited for."""
+    for talk in talks:
+        talk.let_go()
+    deadline = time.monotonic() + timeout_s
+    for talk in talks:
+        talk.end(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,69 @@
+"""Who comes to a keeper's socket: read without waiting, and told things without waiting.
+
+Rules of this file: nobody's slowness holds a keeper up; what a request may cost is bounded; the
+descriptors that came with a request are closed by whoever ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from dbctl.agent_options import OPTIONS_BYTES_MAX
+
+
+@dataclass
+class Visitor:
+    """A connection that has not yet said, in one line, what it wants."""
+
+    connection: socket.socket
+    until: float
+    data: bytearray = field(default_factory=bytearray)
+    descriptors: list[int] = field(default_factory=list)
+
+    def read(self) -> dict[str, Any] | None:
+        """The request once it is whole. ValueError, OSError: it never will be."""
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.connection, 65536, 4, flags)
+        except BlockingIOError:
+            return None
+        self.descriptors += descriptors
+        self.data += data
+        if not data:
+            raise ValueError("it left before its request was whole")
+        if len(self.data) > OPTIONS_BYTES_MAX:
+            raise ValueError(f"a request of more than {OPTIONS_BYTES_MAX} bytes")
+        if not self.data.endswith(b"\n"):
+            return None
+        request = json.loads(self.data)
+        if not isinstance(request, dict):
+            raise ValueError("a request that is no JSON object")
+        return request
+
+    def close(self) -> None:
+        self.connection.close()
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+def tell(connection: socket.socket, **words: object) -> None:
+    """One line, if it can be sent at once: or not at all."""
+    with contextlib.suppress(OSError):
+        connection.send(json.dumps(words).encode() + b"\n", socket.MSG_DONTWAIT)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Who is at the other end, as the kernel says."""
+    form = "3i"
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(form))
+    _, uid, _ = struct.unpack(form, data)
+    return int(uid)
