@@ -346,6 +346,8 @@ def main(argv: list[str]) -> int:
     finally:
         greeting.close()
         clear_runtime(options.runtime)
+        if logs is not None:
+            logs.remove(())  # the directory, if it was never written in
     return 0
 
 

@@ -90,6 +90,7 @@ class InprocRun:
             data=data,
             wiring=wiring,
             shipments=shipments_of(plan, None, None, directory=run_dir.path),
+            needs={},
         )
         self.coordinator = self.life.coordinator
         self.records: list[Record] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dbctl import examine
 from dbctl.cli.main import main
 from dbctl.data.rows import ArrayRows
 from dbctl.data.sources import Source
@@ -37,7 +38,7 @@ def source(rows: int, dtype: str = "float32", *, path: Path | None = None) -> So
 def give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, n_bytes: int) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: 999999999 kB\nMemAvailable: {n_bytes >> 10} kB\n")
-    monkeypatch.setattr(room, "MEMINFO", meminfo)
+    monkeypatch.setattr(examine, "MEMINFO", meminfo)
 
 
 def total(plan: Plan, train: Source, test: Source) -> int:
@@ -82,7 +83,7 @@ def test_nothing_is_said_where_the_system_does_not_say(
 ) -> None:
     if text is not None:
         (tmp_path / "meminfo").write_text(text)
-    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(examine, "MEMINFO", tmp_path / "meminfo")
     assert room.check_room(make(), source(N_ROWS), source(N_TEST_ROWS)) == []
 
 
@@ -122,7 +123,7 @@ def test_train_and_resume_start_nothing(
 
 
 def test_this_host_is_read() -> None:
-    available = room.available_bytes()
+    available = examine.available_bytes()
     assert available is None or available > MIB
 
 

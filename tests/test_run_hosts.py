@@ -11,10 +11,10 @@ import pytest
 from dbctl.errors import PlanError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.local import LocalLauncher
-from dbctl.launch.ssh import SshLauncher
 from dbctl.launch.ssh_words import errand, ssh_command
 from dbctl.run.dry import dry_run
 from dbctl.run.hosts import addresses, launcher_of, wire
+from dbctl.run.preflight import Preflight
 from dbctl.run.train import prepare, train
 from dbctl.run.wiring import UNENCRYPTED
 from tests.inproc_run import SilentDisplay
@@ -123,12 +123,21 @@ def test_what_is_alone_needs_no_address() -> None:
 def test_the_cluster_chooses_the_launcher(tmp_path: Path) -> None:
     def launcher(*overrides: str) -> object:
         plan = prepare(FILE, overrides)
+        wiring = wire(plan)
         return launcher_of(
-            plan, run="r", runtime="/x", logs=tmp_path, lease_s=1.0, interrupted=lambda: False
+            plan,
+            run="r",
+            runtime="/x",
+            logs=tmp_path,
+            lease_s=1.0,
+            interrupted=lambda: False,
+            needs={},
+            wiring=wiring,
+            warn=pytest.fail,
         )
 
     assert isinstance(launcher(), LocalLauncher)
-    assert isinstance(launcher(ONE), SshLauncher)
+    assert isinstance(launcher(ONE), Preflight)
 
 
 def test_workers_of_hosts_have_one_thread_unless_more_are_asked_for(

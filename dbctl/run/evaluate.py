@@ -33,6 +33,7 @@ from dbctl.run.find import find
 from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.nodes import Nodes
 from dbctl.run.predictions import PredictionsFile
+from dbctl.run.preflight import needs_of
 from dbctl.run.resume import check_network
 from dbctl.run.room import check_room
 from dbctl.run.saver import Saved
@@ -139,7 +140,7 @@ def _evaluate(
             checkpoint = _choose(run_dir, request, warn)
             path = checkpoint.path
             check_network(checkpoint, experiment)
-            task = _Task(run_dir, experiment, request, checkpoint=checkpoint)
+            task = _Task(run_dir, experiment, request, checkpoint=checkpoint, warn=warn)
             for warning in task.warnings():
                 warn(warning)
             return task.run(signals, logs=logs, lease_s=lease_s)
@@ -185,11 +186,13 @@ class _Task:
         request: Request,
         *,
         checkpoint: Checkpoint,
+        warn: Callable[[str], None],
     ) -> None:
         self._run_dir = run_dir
         self._experiment = experiment
         self._request = request
         self._checkpoint = checkpoint
+        self._warn = warn
         self._source = self._open()
         self._plan = make_evaluation_plan(
             experiment, rows=self._source.rows, evaluators=request.workers
@@ -252,6 +255,11 @@ class _Task:
             logs=Path(logs),
             lease_s=lease_s,
             interrupted=lambda: signals.count > 0,
+            needs=needs_of(
+                plan, None, self._source, encrypted=self._wiring.encrypted, split=request.split
+            ),
+            wiring=self._wiring,
+            warn=self._warn,
         )
         shipments = self._shipments(logs)
         session = Session(

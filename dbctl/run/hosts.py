@@ -1,6 +1,7 @@
 """What an experiment's `cluster` means on this machine: which launcher, and where its hosts are.
 
-Rules of this file: it chooses a launcher and looks up addresses; it starts nothing.
+Rules of this file: it chooses a launcher and looks up addresses; it starts nothing. Hosts that ssh
+reaches are examined first (dbctl/run/preflight.py).
 
 Theory of operation. Hosts connect to each other at IP addresses, and each listens on its own only.
 A name is looked up here, once, so that all are told the same: what a host's own tables say of its
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from ipaddress import ip_address
@@ -26,6 +27,8 @@ from dbctl.launch.ssh import SshLauncher
 from dbctl.launch.ssh_words import errand, ssh_command
 from dbctl.plan import Plan
 from dbctl.process import one_line
+from dbctl.run.findings import Needs
+from dbctl.run.preflight import Preflight, asked_of
 from dbctl.run.wiring import Wiring, wired
 
 TOKEN_BYTES = 8
@@ -97,20 +100,29 @@ def launcher_of(
     logs: Path,
     lease_s: float,
     interrupted: Callable[[], bool],
+    needs: Mapping[str, Needs],
+    wiring: Wiring,
+    warn: Callable[[str], None],
 ) -> Launcher:
-    """Of one life of a run. `interrupted`: whether a signal has come while agents come up."""
+    """Of one life of a run. `interrupted`: whether a signal has come while agents come up.
+
+    `needs`: what is wanted of each host, by its name; `warn` is told what is less than that and can
+    be lived with.
+    """
     hosts = members(plan)
     if not hosts:
         return LocalLauncher(runtime=runtime, run=run, logs=logs, lease_s=lease_s)
-    return SshLauncher(
+    launcher = SshLauncher(
         hosts=hosts,
         runtime=runtime,
         run=run,
         logs=logs,
         token=secrets.token_hex(TOKEN_BYTES),
         lease_s=lease_s,
+        asked=asked_of(hosts, needs, wiring.address_of),
         interrupted=interrupted,
     )
+    return Preflight(launcher, hosts, needs, warn=warn)
 
 
 def commands(plan: Plan) -> Iterator[tuple[str, HostSpec, list[str]]]:

@@ -28,6 +28,7 @@ from dbctl.progress.text import Summary
 from dbctl.run.find import find
 from dbctl.run.hosts import wire
 from dbctl.run.methods import METHOD, described, state_vectors
+from dbctl.run.preflight import needs_of
 from dbctl.run.room import check_room
 from dbctl.run.setting import (
     LEASE_S,
@@ -111,6 +112,7 @@ def resume(
             data=found.data,
             wiring=found.wiring,
             shipments=shipments_of(found.plan, found.train, found.test, directory=run_dir.path),
+            needs=needs_of(found.plan, found.train, found.test, encrypted=found.wiring.encrypted),
         )
         life.coordinator.figures.first_loss = found.checkpoint.manifest.extra.get("first_loss")
         return life.run(signals, lease_s=lease_s, factories=factories)

@@ -1,27 +1,27 @@
-"""Whether this host has room for a run: memory and open files, asked before anything is started.
+"""Whether a host has room for a run: memory and open files, asked before anything is started.
 
 Rules of this file: an error only where the run cannot fit, by figures that are rather too low
 (pages of libraries and of mapped files are shared, so they do not count for each process); a
 warning above 80 % of what there is. Theory of operation: the plan says what each process holds,
 /proc/meminfo what is free (the kernel's own estimate, caches included), and the hard limit how many
 files a process may have open: sockets, shared memory, the pipes of the agent. The soft limit is
-raised to it.
+raised to it. Other hosts say what they have when they are examined (dbctl/run/findings.py).
 """
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from dbctl.data.sources import Source
 from dbctl.errors import LaunchError
+from dbctl.examine import MEMINFO, available_bytes
 from dbctl.experiment.specs import SandblasterSpec
 from dbctl.plan import ITEM_BYTES, LOCALHOST, PROCESS_BYTES, Plan, method_vectors
 from dbctl.process import raise_descriptor_limit
 from dbctl.region import Range
 
-MEMINFO = Path("/proc/meminfo")
 HOST = "localhost"
 OWN_BYTES = 24 << 20  # of a process, and shared with no other; measured
 WARN_SHARE = 0.8
@@ -36,24 +36,50 @@ AGENT_FILES = 16
 AGENT_FILES_A_NODE = 2
 
 
-def check_room(plan: Plan, train: Source | None, test: Source | None) -> list[str]:
-    """Warnings; LaunchError where the plan cannot fit. The limit of open files is raised by it.
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a plan takes of one host: memory by role, processes, and the process with most files."""
 
-    `train`: what the workers read, `test`: what the evaluators read; None where there is none.
-    """
+    memory: Mapping[str, int]
+    n_processes: int
+    most_files: tuple[str, int]
+
+
+def room_on(plan: Plan, host: str, train: Source | None, test: Source | None) -> Room:
+    """`train`: what the workers read, `test`: what the evaluators read; None: there is none."""
+    return Room(
+        memory=memory_bytes(plan, train, test, host=host),
+        n_processes=sum(node.host == host for node in plan.nodes) + 1,  # and the agent
+        most_files=files_needed(plan, host=host),
+    )
+
+
+def check_room(plan: Plan, train: Source | None, test: Source | None) -> list[str]:
+    """Warnings; LaunchError where the plan cannot fit. The limit of open files is raised by it."""
     if plan.hosts != (LOCALHOST,):
         return []  # what other hosts have is not known here
-    _check_files(plan)
-    return list(_check_memory(plan, train, test))
+    room = room_on(plan, LOCALHOST, train, test)
+    if fault := files_fault(room, raise_descriptor_limit()):
+        raise LaunchError(HOST, fault)
+    available = available_bytes()
+    if available is None or not (said := memory_fault(room, available)):
+        return []
+    if is_too_large(room, available):
+        raise LaunchError(HOST, f"has too little memory for this run: {said}")
+    return [f"memory may not suffice: {said}"]
 
 
 # ---------------------------------------------------------------------------------- memory
 
 
-def memory_bytes(plan: Plan, train: Source | None, test: Source | None) -> dict[str, int]:
-    """What the processes of each role need together, besides OWN_BYTES for each of them."""
+def memory_bytes(
+    plan: Plan, train: Source | None, test: Source | None, *, host: str = LOCALHOST
+) -> dict[str, int]:
+    """What the host's processes of each role need together, besides OWN_BYTES for each of them."""
     needed: dict[str, int] = {}
     for node in plan.nodes:
+        if node.host != host:
+            continue
         held = node.memory_bytes - PROCESS_BYTES
         if node.role == "worker" and train is not None:
             held -= plan.rows[node.replica] * _saved_bytes(train)
@@ -69,33 +95,25 @@ def _saved_bytes(source: Source) -> int:
     return source.features * (ITEM_BYTES - item)
 
 
-def available_bytes() -> int | None:
-    """None where the system does not say."""
-    try:
-        for line in MEMINFO.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
+def needed_bytes(room: Room) -> int:
+    return sum(room.memory.values()) + room.n_processes * OWN_BYTES
 
 
-def _check_memory(plan: Plan, train: Source | None, test: Source | None) -> Iterator[str]:
-    available = available_bytes()
-    if available is None:
-        return
-    needed = memory_bytes(plan, train, test)
-    n_processes = len(plan.nodes) + 1  # and the agent
-    total = sum(needed.values()) + n_processes * OWN_BYTES
+def is_too_large(room: Room, available: int) -> bool:
+    """Whether `available` bytes of memory cannot hold it; else `memory_fault` is a warning."""
+    return needed_bytes(room) > available
+
+
+def memory_fault(room: Room, available: int) -> str:
+    """The arithmetic and what to do, where more than WARN_SHARE of the memory is needed; or ""."""
+    total = needed_bytes(room)
     if total <= WARN_SHARE * available:
-        return
-    parts = [f"{_gib(held)} for the {role}s" for role, held in needed.items()]
-    parts.append(f"{n_processes} processes x {OWN_BYTES >> 20} MiB")
+        return ""
+    parts = [f"{_gib(held)} for the {role}s" for role, held in room.memory.items()]
+    parts.append(f"{room.n_processes} processes x {OWN_BYTES >> 20} MiB")
     said = f"it needs {' + '.join(parts)} = {_gib(total)}; {_gib(available)} are available"
     do = "take fewer replicas, a smaller network or batch, or a larger host"
-    if total > available:
-        raise LaunchError(HOST, f"has too little memory for this run: {said} ({MEMINFO}); {do}")
-    yield f"memory may not suffice: {said}; where it does not, {do}"
+    return f"{said} ({MEMINFO}); {do}"
 
 
 def _gib(n_bytes: int) -> str:
@@ -105,9 +123,11 @@ def _gib(n_bytes: int) -> str:
 # -------------------------------------------------------------------------------- open files
 
 
-def files_needed(plan: Plan) -> tuple[str, int]:
-    """The process that has the most files open, and about how many."""
-    found = {"agent-0": AGENT_FILES + AGENT_FILES_A_NODE * len(plan.nodes)}
+def files_needed(plan: Plan, *, host: str = LOCALHOST) -> tuple[str, int]:
+    """The process of a host that has the most files open, and about how many."""
+    here = {node.node for node in plan.nodes if node.host == host}
+    agent = plan.agent_of(host)
+    found = {agent: AGENT_FILES + AGENT_FILES_A_NODE * len(here)}
     readers = [node for node in plan.nodes if node.role != "shard"]
     of_shard = dict.fromkeys((node.node for node in plan.of_role("shard")), NODE_FILES)
     a_partner = PARTNER_FILES + PARTNER_FILES_A_LAYER * len(plan.experiment.network.layers)
@@ -124,16 +144,16 @@ def files_needed(plan: Plan) -> tuple[str, int]:
             slices = sum(bool(plan.cut.span(p).intersection(held)) for p in range(plan.cut.count))
             of_shard[span.node] += slices * method_vectors(optimizer)
     found |= of_shard
-    most = max(found, key=lambda name: found[name])
+    most = max((name for name in found if name in here | {agent}), key=lambda name: found[name])
     return most, found[most]
 
 
-def _check_files(plan: Plan) -> None:
-    limit = raise_descriptor_limit()
-    name, needed = files_needed(plan)
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        raise LaunchError(
-            HOST,
-            f"allows too few open files for this run: {name} needs about {needed:,}, and the hard "
-            f"limit is {limit:,} (`ulimit -Hn`); raise it, or take fewer replicas or shards",
-        )
+def files_fault(room: Room, limit: int) -> str:
+    """What is wrong with a hard limit of open files (RLIM_INFINITY: none), or ""."""
+    name, needed = room.most_files
+    if limit == resource.RLIM_INFINITY or needed <= limit:
+        return ""
+    return (
+        f"allows too few open files for this run: {name} needs about {needed:,}, and the hard "
+        f"limit is {limit:,} (`ulimit -Hn`); raise it, or take fewer replicas or shards"
+    )

@@ -32,10 +32,12 @@ from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.roles.base import Save
 from dbctl.roles.cuts import CompleteCut
+from dbctl.run.findings import Needs
 from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.initial_run import settle
 from dbctl.run.methods import extra_of, leader_of, state_vectors
 from dbctl.run.parts import FarParts
+from dbctl.run.preflight import needs_of
 from dbctl.run.records import RunRecords
 from dbctl.run.room import check_room
 from dbctl.run.saver import Saver
@@ -115,6 +117,7 @@ def train(
                 data=data,
                 wiring=wiring,
                 shipments=shipments_of(plan, train_data, test_data, directory=directory.path),
+                needs=needs_of(plan, train_data, test_data, encrypted=wiring.encrypted),
             )
             return life.run(signals, lease_s=lease_s, factories=factories)
 
@@ -135,7 +138,7 @@ class Life:
     """One life of a run in its directory: `train` begins the first, each `resume` another.
 
     `data` is the digest of the training data: every checkpoint keeps it. `wiring`: which nodes
-    share a host. `shipments`: what hosts are sent of the data.
+    share a host. `shipments`: what hosts are sent of the data; `needs`: what they must have.
     """
 
     def __init__(
@@ -148,10 +151,12 @@ class Life:
         data: str,
         wiring: Wiring,
         shipments: Shipments,
+        needs: Mapping[str, Needs],
     ) -> None:
         self.plan = plan
         self.shipments = shipments
         self.wiring = wiring
+        self.needs = needs
         self.run_dir = run_dir
         self.display = display
         self.origin = origin
@@ -195,6 +200,9 @@ class Life:
                     logs=self.run_dir.logs,
                     lease_s=lease_s,
                     interrupted=lambda: signals.count > 0,
+                    needs=self.needs,
+                    wiring=self.wiring,
+                    warn=self.display.warn,
                 ),
                 coordinator=self.coordinator,
                 records=records,

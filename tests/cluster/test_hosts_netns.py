@@ -147,8 +147,8 @@ def test_an_address_that_is_not_the_hosts_own_is_told(hosts: Hosts, tmp_path: Pa
     experiment = digits(threads=1, evaluate="off", cluster=places)
     with TrainRun(tmp_path, experiment) as run:
         assert run.finish() == 3, run.story()
-        assert re.search(r"shard-\d on b ended with exit status 1", run.err)
-        assert "cannot listen on tcp://10.66.0.99:0" in run.err
-        assert "give its host the `address` that is its own" in run.err
+        assert "1 of 2 hosts is not ready, and nothing was started" in run.err
+        assert re.search(r"  b  address  cannot listen on its address: cannot assign", run.err)
+        assert "do: give it the `address` that is its own" in run.err
         assert "Traceback" not in run.err
     assert hosts.left() == []

@@ -313,7 +313,7 @@ def test_a_bad_host_is_told(
 def test_a_host_without_dbctl_is_told_with_the_command(sshd: Sshd, tmp_path: Path) -> None:
     bare = sshd.wrap("bare", "-S", environment={})
     error = fail(tmp_path, host(sshd, tmp_path, python=bare))
-    assert f"dbctl is not there for {bare}: run `" in str(error)
+    assert f"dbctl is not there for {bare}; run `" in str(error)
     assert f"{bare} -m pip install ./dbctl-" in str(error)
 
 
@@ -372,4 +372,4 @@ def test_a_server_that_forwards_no_sockets_is_told_within_the_lease(
     experiment = on(host(sshd, tmp_path, ssh="narrow"))
     with TrainRun(tmp_path, experiment, lease_s=2.0) as run:
         assert run.finish(15.0) == 3
-        assert "its sshd forwards no sockets: set AllowStreamLocalForwarding" in run.err
+        assert "its sshd forwards no sockets; set AllowStreamLocalForwarding" in run.err
