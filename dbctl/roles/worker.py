@@ -18,24 +18,50 @@ from dbctl.roles.base import NEVER, Allocate, Buffer, Effects, Send
 from dbctl.wire import Ack, Fetch, Hello, Message, Params, Push, Return, Welcome
 
 MAX_BACK_OFF_S = 5.0
+MAX_PAYLOAD_BACK_OFF_S = 20.0
+SLOW_LINE = 4e6  # bytes a second: nothing is sent again before a line like that has brought it
 MAX_RESENT = 2
 
 
 class Timer:
-    """When to send again: doubling back-off from `first_s` to `MAX_BACK_OFF_S`."""
+    """When to send again: after `first_s`, then with doubling back-off up to `most_s`.
 
-    def __init__(self, first_s: float) -> None:
+    It learns from what is `answered` (as TCP does: Karn and Partridge, 1987): a payload that is
+    sent again too early on a slow line only makes those behind it late, which are then sent again
+    too. The first wait is twice what an answer has taken lately; after an answer to something that
+    was sent again, which may be one to either, it is the wait that it had come to.
+    """
+
+    def __init__(self, first_s: float, most_s: float = MAX_BACK_OFF_S) -> None:
         self._first_s = first_s
+        self._most_s = most_s
         self._wait_s = first_s
+        self._next_s = first_s
+        self._usual_s = 0.0
+        self._begun_at = 0.0
+        self._repeated = False
         self.at = NEVER
 
     def begin(self, now: float) -> None:
-        self._wait_s = self._first_s
+        self._wait_s = self._next_s
+        self._begun_at, self._repeated = now, False
         self.at = now + self._wait_s
 
     def again(self, now: float) -> None:
-        self._wait_s = min(2 * self._wait_s, MAX_BACK_OFF_S)
+        self._wait_s = min(2 * self._wait_s, self._most_s)
+        self._repeated = True
         self.at = now + self._wait_s
+
+    def answered(self, now: float) -> None:
+        if self.at == NEVER:
+            return
+        self.at = NEVER
+        if self._repeated:
+            self._next_s = self._wait_s
+            return
+        took_s = now - self._begun_at
+        self._usual_s = max(took_s, self._usual_s + (took_s - self._usual_s) / 8)
+        self._next_s = min(max(self._first_s, 2 * self._usual_s), self._most_s)
 
     def stop(self) -> None:
         self.at = NEVER
@@ -57,8 +83,9 @@ class Channel:
         self._returned = 0
         self._fetch: Fetch | None = None
         self._hello_timer = Timer(resend_s)
-        self._fetch_timer = Timer(resend_s)
-        self._push_timer = Timer(resend_s)
+        patient_s = min(max(resend_s, 4 * len(span) / SLOW_LINE), MAX_PAYLOAD_BACK_OFF_S)
+        self._fetch_timer = Timer(patient_s, MAX_PAYLOAD_BACK_OFF_S)
+        self._push_timer = Timer(patient_s, MAX_PAYLOAD_BACK_OFF_S)
         self._return_timer = Timer(2 * resend_s)
 
     @property
@@ -86,7 +113,7 @@ class Channel:
             case Ack(term, seq) if term == self.term:
                 self._acknowledged(now, seq)
             case Params(term) if term == self.term:
-                self._on_params(message)
+                self._on_params(now, message)
 
     def _on_welcome(self, now: float, term: int, *, applied: int, version: int) -> None:
         if self.term:
@@ -102,18 +129,17 @@ class Channel:
         self.acked = seq
         for old in [s for s in self._unacked if s <= seq]:
             del self._unacked[old]
+        self._push_timer.answered(now)
         if self._unacked:
             self._push_timer.begin(now)
-        else:
-            self._push_timer.stop()
 
-    def _on_params(self, params: Params) -> None:
+    def _on_params(self, now: float, params: Params) -> None:
         if self._fetch is None or params.number != self._fetch.number:
             return  # repeated, or late
         if params.handout <= self._returned:
             return
         self._fetch = None
-        self._fetch_timer.stop()
+        self._fetch_timer.answered(now)
         self.answer = params
 
     # ----------------------------------------------------------------------------------- sending
