@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from dbctl.errors import LaunchError
-from dbctl.run.nodes import REPEAT_S, START_LIMIT_S, Node, Nodes, describe_end
+from dbctl.run.nodes import (
+    REPEAT_S,
+    START_LIMIT_S,
+    Node,
+    Nodes,
+    describe_end,
+    died,
+    tail_beside,
+)
 from dbctl.wire import Beat, Exited, Finish, Kill, Peers, Ready, Start
 
 AGENT = "agent-0"
@@ -198,6 +206,23 @@ def test_only_who_lives_is_told_to_finish_or_killed() -> None:
 )
 def test_an_end_in_words(end: Exited, said: str) -> None:
     assert describe_end(end) == said
+
+
+@pytest.mark.parametrize(
+    ("tail", "kept"),
+    [
+        ("begins\n12:00:00 a failed: DataError: d: no room\n", False),
+        ("begins\n12:00:00 a failed\nTraceback\nDataError: d: no room\n", True),
+        ("begins\n", True),
+        ("", True),
+    ],
+)
+def test_what_a_node_said_itself_is_not_told_twice(tail: str, kept: bool) -> None:
+    end = Exited("a", 1, 1, tail, "DataError: d: no room")
+    error = died("a", end, host="h", log_path="a.log")
+    assert str(error).count("no room") == (2 if kept and "no room" in tail else 1)
+    assert error.log_tail == (tail if kept else "")
+    assert tail_beside(Exited("a", 1, -9, "failed: ")) == "failed: ", "it said nothing"
 
 
 def test_of_whom_nothing_was_heard_its_agent_ends() -> None:

@@ -14,7 +14,7 @@ import pytest
 from dbctl.checkpoint.layout import Manifest, ReplicaRow
 from dbctl.checkpoint.reader import Checkpoint, list_checkpoints, newest_good
 from dbctl.cli.main import main
-from dbctl.errors import CheckpointError, ExperimentError
+from dbctl.errors import CheckpointError, ExperimentError, UsageError
 from dbctl.experiment.read import parse
 from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment
@@ -22,7 +22,7 @@ from dbctl.launch.inproc import Faults
 from dbctl.plan import make_plan
 from dbctl.region import Range
 from dbctl.roles.shard import Shard
-from dbctl.run.resume import CHANGEABLE, beginnings, prepare
+from dbctl.run.resume import CHANGEABLE, beginnings, check_overrides, prepare
 from dbctl.rundir import RunDir
 from dbctl.wire import Position
 from tests.inproc_run import begin, go_on
@@ -262,7 +262,9 @@ def changed(run_dir: RunDir, old: str, new: str) -> None:
     run_dir.resolved.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
-@pytest.mark.parametrize("key", ["seed", "network.layers.0.units", "optimizer.batch_size", "data"])
+@pytest.mark.parametrize(
+    "key", ["seed", "network.layers.0.units", "optimizer.batch_size", "data.test"]
+)
 def test_another_key_is_refused_and_the_allowed_ones_are_named(
     done: RunDir, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +272,12 @@ def test_another_key_is_refused_and_the_allowed_ones_are_named(
     err = capsys.readouterr().err
     assert f"--set {key}=3: resume can change only" in err
     assert all(name in err for name in CHANGEABLE)
+
+
+def test_where_the_data_are_read_may_change() -> None:
+    check_overrides(["data.train.ship=true", "data.test.ship = true", "stop.steps=3", "shards=1"])
+    with pytest.raises(UsageError, match=r"data\.train\.rows=3: resume can change only"):
+        check_overrides(["data.train.ship=true", "data.train.rows=3"])
 
 
 def test_a_bad_value_of_an_allowed_key(done: RunDir) -> None:

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
 
-from dbctl.errors import LaunchError
+from dbctl.errors import DbctlError, LaunchError
 from dbctl.plan import NodeSpec
 from dbctl.process import EXIT_DONE, EXIT_FAILED, EXIT_FENCED, EXIT_ORPHANED, beat_s, log, one_line
 from dbctl.rights import Rights
@@ -90,7 +90,7 @@ def run_node(spec: NodeSpec) -> int:
         linger_s = 1.0 if end.status == EXIT_DONE else 0.0
         return end.status
     except Exception as error:
-        log(spec.node, f"failed\n{traceback.format_exc().rstrip()}")
+        log(spec.node, f"failed{_told(error)}")
         # To the agent too: it tells the controller of this death, with this word.
         for to in (CONTROLLER, agent):
             link.send(to, Failed(one_line(error)))
@@ -98,6 +98,13 @@ def run_node(spec: NodeSpec) -> int:
         return EXIT_FAILED
     finally:
         link.close(linger_s)
+
+
+def _told(error: Exception) -> str:
+    """A sentence where a file or a peer is at fault: a place in our source would say nothing."""
+    if isinstance(error, DbctlError):
+        return f": {one_line(error)}"
+    return f"\n{traceback.format_exc().rstrip()}"
 
 
 def assembly_bytes(spec: NodeSpec) -> int:

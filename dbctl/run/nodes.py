@@ -220,7 +220,13 @@ class Nodes:
 def died(node: str, exited: Exited, *, host: str, log_path: str = "") -> LaunchError:
     """A node's death as an error: how it ended, its own last word, the tail of its log."""
     what = describe_end(exited)
-    return LaunchError(node, what, host=host, log_path=log_path, log_tail=exited.log_tail)
+    return LaunchError(node, what, host=host, log_path=log_path, log_tail=tail_beside(exited))
+
+
+def tail_beside(exited: Exited) -> str:
+    """The log's tail; "" where it ends with the node's own word, which is told anyway."""
+    told = bool(exited.word) and exited.log_tail.rstrip().endswith(f"failed: {exited.word}")
+    return "" if told else exited.log_tail
 
 
 def describe_end(exited: Exited) -> str:

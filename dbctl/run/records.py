@@ -15,7 +15,7 @@ from dbctl.progress.display import Display
 from dbctl.progress.text import Snapshot
 from dbctl.roles.base import Record
 from dbctl.roles.leader import Leader
-from dbctl.run.nodes import Nodes, describe_end
+from dbctl.run.nodes import Nodes, describe_end, tail_beside
 from dbctl.run.saver import Saved
 from dbctl.rundir import Metrics, RunDir
 from dbctl.wire import Exited
@@ -89,7 +89,7 @@ class RunRecords:
         if name.startswith("shard-"):
             return  # the run ends by it, and its error says the same with more of the log
         text = f"{name} {describe_end(exited)}"
-        said = [line for line in exited.log_tail.splitlines() if not _STARTED.search(line)]
+        said = [line for line in tail_beside(exited).splitlines() if not _STARTED.search(line)]
         if said and said[-1].strip():
             text += f"; its log ends with: {said[-1].strip()}"
         self._display.warn(f"{text} (log: {self._run_dir.log_path(name)})")

@@ -55,6 +55,8 @@ CHANGEABLE = (
     "evaluate",
     "checkpoint",
     "cluster",
+    "data.train.ship",
+    "data.test.ship",
 )
 
 
@@ -163,7 +165,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
     """UsageError for a key that makes another run of it; what else is wrong the reader says."""
     for override in overrides:
         key, equals, _ = override.partition("=")
-        if equals and key.split(".")[0].strip() not in CHANGEABLE:
+        parts = key.strip().split(".")
+        asked = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+        if equals and not asked & set(CHANGEABLE):
             raise UsageError(
                 f"--set {override}: resume can change only {', '.join(CHANGEABLE)}; "
                 "for anything else train a new run"

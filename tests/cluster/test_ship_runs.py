@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +17,13 @@ import pytest
 
 from dbctl.data.sources import open_source
 from dbctl.experiment.specs import DigitsSource
-from tests.cluster.runs import TrainRun
+from tests.cluster.runs import TrainRun, synthetic, wait_for
 from tests.cluster.sshd import Sshd
-from tests.cluster.test_ssh_runs import EXPERIMENT, bits, dbctl
+from tests.cluster.test_ssh_runs import EXPERIMENT, bits, dbctl, is_ssh
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
+
+LARGE = 40_000  # rows of 784 bytes
 
 
 @pytest.fixture(scope="module")
@@ -50,41 +57,135 @@ def prepared(data: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {split: source | more for split, source in data.items()}
 
 
+def large(directory: Path, cluster: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """An experiment whose training rows, 31 MB, take a while to be sent."""
+    directory.mkdir()
+    rng = np.random.default_rng(7)
+    np.save(directory / "x.npy", rng.integers(0, 256, (LARGE, 784), dtype=np.uint8))
+    np.save(directory / "y.npy", (np.arange(LARGE) % 4).astype(np.uint8))
+    source = {"source": "npy", "x": f"{directory}/x.npy", "y": f"{directory}/y.npy"}
+    experiment = synthetic(rows=9, stop={"steps": 4}, threads=1, **changes)
+    experiment["network"]["input"] = [784]
+    experiment["data"] = {"train": source | {"scale": 0.001, "ship": True}}
+    return experiment | {"cluster": cluster}
+
+
 def shipped(run_dir: Path) -> dict[tuple[str, str], int]:
-    """What was sent, by host and file."""
+    """Bytes that were sent, by node and file."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["event"] == "shipped"]
-    return {(row["host"], f"{row['split']} {row['part']}"): row["sent_bytes"] for row in rows}
+    return {(row["node"], f"{row['split']} {row['part']}"): row["sent_bytes"] for row in rows}
 
 
-def host(sshd: Sshd, tmp_path: Path, hidden: Path, name: str = "here") -> dict[str, Any]:
-    """A host to which `hidden` is an empty directory."""
-    python = sshd.apart(f"python-{name}", hidden)
-    return {"name": name, "ssh": "plain", "python": python, "workdir": str(tmp_path / name)}
+def kept(tmp_path: Path, suffix: str = ".npy") -> dict[str, int]:
+    """Sizes of what the host has."""
+    found = (tmp_path / "there" / "data").glob(f"*{suffix}")
+    return {path.name: path.stat().st_size for path in found}
 
 
-@pytest.mark.parametrize("how", [{"scale": 0.0625}, {"standardize": True, "rows": 300}])
+def cluster(sshd: Sshd, tmp_path: Path, **more: Any) -> dict[str, Any]:
+    """A host to which tmp_path/data is an empty directory."""
+    python = sshd.apart(f"python-{tmp_path.name}", tmp_path / "data")
+    host = {"name": "here", "ssh": "plain", "python": python, "workdir": str(tmp_path / "there")}
+    return {"launcher": "ssh", "hosts": [host | more]}
+
+
 def test_one_blocking_replica_reaches_the_bits_of_the_file_by_path(
-    sshd: Sshd, tmp_path: Path, how: dict[str, Any]
+    sshd: Sshd, tmp_path: Path
 ) -> None:
-    """The second run of the same data is sent nothing."""
+    """Standardized, and measured by an evaluator; the second run of the same data is sent nothing;
+    what was lost meanwhile is sent again."""
     data = write_digits(tmp_path / "data")
-    there = [host(sshd, tmp_path, tmp_path / "data")]
-    cluster = {"launcher": "ssh", "hosts": there}
+    there, how = {"cluster": cluster(sshd, tmp_path)}, {"standardize": True, "rows": 300}
     found = {}
     for name, changes in (
         ("local", {"data": prepared(data, **how)}),
-        ("first", {"data": prepared(data, ship=True, **how), "cluster": cluster}),
-        ("second", {"data": prepared(data, ship=True, **how), "cluster": cluster}),
+        ("first", {"data": prepared(data, ship=True, **how)} | there),
+        ("second", {"data": prepared(data, ship=True, **how)} | there),
     ):
-        experiment = EXPERIMENT | changes | {"evaluate": {"every": "30 steps"}}
+        experiment = EXPERIMENT | {"evaluate": {"every": "30 steps"}} | changes
         with TrainRun(tmp_path, experiment, name=name) as run:
             assert run.finish() == 0, run.story()
-        measured = json.loads(dbctl("eval", str(run.dir), "--json", "--split", "train"))
-        found[name] = (bits(run.dir), run.status()["test_loss"], measured["confusion"])
+        found[name] = (bits(run.dir), run.status()["test_loss"])
+        assert list((tmp_path / "data").iterdir()), "it is hidden there, not gone"
     assert found["first"] == found["local"]
     assert found["second"] == found["local"]
+    assert sum(shipped(tmp_path / "first").values()) == sum(kept(tmp_path).values())
+    assert len(kept(tmp_path)) == 4
     assert shipped(tmp_path / "second") == {}
-    assert {what for _, what in shipped(tmp_path / "first")} == {
-        f"{split} {part}" for split in ("train", "test") for part in "xy"
-    }
+    assert "sending 19,328 bytes of data.test (x) to here" in (tmp_path / "first.err").read_text()
+    measured = [
+        json.loads(dbctl("eval", str(tmp_path / name), "--json", "--split", "train"))["loss"]
+        for name in ("local", "second")
+    ]
+    assert measured[0] == measured[1]
+
+
+def test_two_runs_at_once_share_what_is_sent_and_every_partition_reads_it(
+    sshd: Sshd, tmp_path: Path
+) -> None:
+    """Each byte is sent once, to one of eight workers that want it at the same time."""
+    experiment = large(tmp_path / "data", cluster(sshd, tmp_path), partition={"count": 2})
+    with (
+        TrainRun(tmp_path, experiment, name="one") as one,
+        TrainRun(tmp_path, experiment, name="two") as two,
+    ):
+        assert one.finish() == 0, one.story()
+        assert two.finish() == 0, two.story()
+    sent = [*shipped(one.dir).values(), *shipped(two.dir).values()]
+    assert sorted(sent) == sorted(kept(tmp_path).values())
+    assert kept(tmp_path, ".part") == {}
+
+
+def test_a_run_that_was_broken_off_is_sent_only_the_rest(sshd: Sshd, tmp_path: Path) -> None:
+    experiment = large(tmp_path / "data", cluster(sshd, tmp_path), replicas=1)
+    with TrainRun(tmp_path, experiment, name="first") as run:
+        wait_for(lambda: any(n > 2e6 for n in kept(tmp_path, ".part").values()), "a beginning")
+        [ssh] = [pid for pid in run.processes().values() if is_ssh(pid)]
+        os.kill(ssh, signal.SIGKILL)
+        assert run.finish() == 3
+        assert "agent-0 on here ended early (killed by SIGKILL)" in run.err
+    wait_for(lambda: not list(Path("/tmp").glob("dbctl-????????????????-*")), "its agent's end")
+    [begun] = kept(tmp_path, ".part").values()
+    whole = LARGE * 784 + 128
+    assert 2_000_000 < begun < whole
+    with TrainRun(tmp_path, experiment, name="second") as run:
+        assert run.finish() == 0, run.story()
+    assert shipped(run.dir)["worker-0.0", "train x"] == whole - begun
+    assert f"sending {whole - begun:,} bytes of data.train (x), the rest of {whole:,}" in run.err
+    # One bit of what is there by now: that file is sent anew, the other is not.
+    [path] = [p for p in (tmp_path / "there" / "data").iterdir() if p.stat().st_size == whole]
+    with open(path, "r+b") as file:
+        file.seek(whole // 2)
+        byte = file.read(1)
+        file.seek(whole // 2)
+        file.write(bytes([byte[0] ^ 8]))
+    with TrainRun(tmp_path, experiment, name="third") as run:
+        assert run.finish() == 0, run.story()
+    assert shipped(run.dir) == {("worker-0.0", "train x"): whole}
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: str) -> Iterator[None]:
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def test_a_full_disk_is_told_once_with_what_is_needed(sshd: Sshd, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "there", "4m"):
+        experiment = large(tmp_path / "data", cluster(sshd, tmp_path))
+        with TrainRun(tmp_path, experiment) as run:
+            assert run.finish() == 3
+        assert shipped(run.dir) == {}
+        assert sum(kept(tmp_path, "").values()) == 0
+    needed = LARGE // 2 * 784 + 128
+    assert " on here " in run.err
+    assert f"{tmp_path}/there/data/" in run.err
+    assert f".part: no room for it: {needed:,} bytes more are needed, " in run.err
+    assert run.err.count("no room") == 1, run.err
+    assert "Traceback" not in run.err
+    shutil.rmtree(tmp_path / "there")
