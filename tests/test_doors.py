@@ -27,7 +27,7 @@ from dbctl.transport.curve import Guard, make_keys
 from dbctl.transport.link import Link
 from dbctl.transport.memory import SharedBuffer
 from dbctl.transport.porch import MOST_WAITING
-from dbctl.wire import Ack, Boxes, Fetch, Grant, Halt, Need, Params, Peer, Push
+from dbctl.wire import Ack, Boxes, Fetch, Grant, Halt, Lease, Need, Params, Peer, Push
 
 __all__ = ["net"]  # a fixture
 
@@ -231,6 +231,20 @@ def test_a_replicas_key_is_not_good_for_what_a_replica_may_not_say(net: Net, mes
     worker.send("shard-0", FETCH)
     assert arrive(shard) == [(worker.me, FETCH)]
     assert len(net.said) == 1
+
+
+def test_what_is_refused_does_not_become_the_way_to_answer(net: Net) -> None:
+    """Else one forbidden word of who has a replica's key would bring it that replica's answers."""
+    shard, worker = net.pair()
+    worker.send("shard-0", FETCH)
+    arrive(shard)
+    with outsider(net, shard, net.keys[worker.me]) as liar:
+        for message in (Grant(1, 1_000), Lease(1)):
+            liar.say(message)
+        wait_for(shard, "role", 2)
+        shard.send("worker-0.0", Ack(1, 7, 3))
+        assert arrive(worker) == [(Peer("shard-0", 1), Ack(1, 7, 3))]
+        assert not liar.hears()
 
 
 def test_it_relays_nothing_for_another_host(net: Net) -> None:

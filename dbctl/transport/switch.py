@@ -253,6 +253,9 @@ class Switch:
         self._admit(peer)
         if socket.closed:
             return
+        if envelope.to == self.settings.me.node:
+            # What it may not say does not even become the way to answer it.
+            self._check_rights(envelope)
         way = self._dealers[socket] if route is None else self._routes.caller(socket, route)
         self._routes.hear(peer.node, way)
         if envelope.to != self.settings.me.node:
@@ -266,6 +269,7 @@ class Switch:
         """One message, to this node, that came past the sockets from nobody whom the loop knows."""
         try:
             self._admit(envelope.peer)
+            self._check_rights(envelope)
             self._deliver(envelope, [], is_local=True)
         except Refused as refused:
             self.trouble(refused.kind, refused.text)
@@ -282,12 +286,18 @@ class Switch:
         if older is not None:
             self.forget(older)
 
+    def _check_rights(self, envelope: Envelope) -> None:
+        peer, message = envelope.peer, envelope.message
+        if isinstance(message, Lease):
+            if peer.node not in (CONTROLLER, self.settings.keeper):
+                raise Refused("role", f"{peer} may not give a lease")
+        elif not self.settings.allow(peer, message):
+            raise Refused("role", f"{peer} may not send {type(message).__name__}")
+
     def _deliver(self, envelope: Envelope, frames: list[zmq.Frame], *, is_local: bool) -> None:
         peer, message = envelope.peer, envelope.message
         if isinstance(message, Beat) and self.answer_beats:
             self._send(peer.node, Lease(message.number))
-        if not self.settings.allow(peer, message):
-            raise Refused("role", f"{peer} may not send {type(message).__name__}")
         held_bytes = 0
         whole: Message = message
         if envelope.payload is not None:
@@ -329,8 +339,6 @@ class Switch:
 
     def _renew(self, envelope: Envelope) -> None:
         assert isinstance(envelope.message, Lease)
-        if envelope.sender not in (CONTROLLER, self.settings.keeper):
-            raise Refused("role", f"{envelope.peer} may not give a lease")
         answers = self.lease.renew(envelope.message.number, time.monotonic())
         for node, number in answers.items():
             self._send(node, Lease(number))
