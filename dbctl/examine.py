@@ -132,6 +132,12 @@ class Examination:
             return error.strerror or one_line(error)
         return ""
 
+    def __enter__(self) -> Examination:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()

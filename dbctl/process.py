@@ -75,7 +75,7 @@ def tail(path: str | Path, start: int = 0) -> str:
             data = file.read(TAIL_BYTES)
     except OSError:
         return ""
-    text = data.decode("utf-8", "backslashreplace")
+    text = data.decode("utf-8", "backslashreplace").replace("\r\n", "\n")  # ssh ends lines so
     if first > start and "\n" in text:
         text = text.split("\n", 1)[1]  # the first line is likely cut
     # Escapes are longer than what they stand for: keep the limit after escaping too.

@@ -50,9 +50,19 @@ def dbctl(*args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
 # ----------------------------------------------------------------------------- the frozen listing
 
 FROZEN = {
-    "train": ["file", "--set", "--run-dir", "--dry-run", "--partitions", "--json", "--quiet"],
-    "resume": ["run_dir", "--set", "--json", "--quiet"],
-    "eval": ["run_dir", "--split", "--step", "--workers", "--predictions", "--json"],
+    "train": [
+        "file",
+        "--set",
+        "--run-dir",
+        "--dry-run",
+        "--partitions",
+        "--bootstrap",
+        "--json",
+        "--quiet",
+    ],
+    "resume": ["run_dir", "--set", "--bootstrap", "--json", "--quiet"],
+    "eval": ["run_dir", "--split", "--step", "--workers", "--predictions", "--bootstrap", "--json"],
+    "doctor": ["file", "--bootstrap", "--json"],
     "compare": ["run_dirs", "--accuracy", "--split", "--plot", "--json"],
     "validate": ["file", "--set"],
     "schema": [],

@@ -129,7 +129,7 @@ BRING = f"run `{cure(HOSTS[0], checkout())}`, or let --bootstrap do it"
         (255, "me@left: Permission denied (publickey).", "ssh", "`ssh left` must work without a"),
         (0, "channel 2: open failed: connect failed: open failed", "ssh", "AllowStreamLocalForw"),
         (255, "ssh: Could not resolve hostname left", "ssh", "make `ssh left` work"),
-        (1, "bashrc: line 3", "agent", ""),
+        (1, "bashrc: line 3", "agent", "make `ssh -- left 'python3 -P -m dbctl --version'` work"),
         (None, "", "agent", ""),
     ],
 )

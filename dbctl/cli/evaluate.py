@@ -24,6 +24,7 @@ MAX_SHOWN_CLASSES = 20  # a wider matrix fits no terminal; --json has it whole
 @click.option("--step", type=click.IntRange(min=0), help="Which checkpoint; default: the newest.")
 @click.option("--workers", type=click.IntRange(1, 64), default=1, help="Processes that measure.")
 @click.option("--predictions", type=click.Path(), help="Write row,label,predicted,score as CSV.")
+@click.option("--bootstrap", is_flag=True, help="Bring dbctl to the hosts first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def evaluate(*, run_dir: str, as_json: bool, predictions: str | None, **options: Any) -> int:
     """Measure a checkpoint on a data split."""

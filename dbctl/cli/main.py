@@ -36,6 +36,7 @@ COMMANDS = {
     "train": Command("dbctl.cli.train", "train", "Start a run from an experiment file."),
     "resume": Command("dbctl.cli.resume", "resume", "Go on from a run's newest good checkpoint."),
     "eval": Command("dbctl.cli.evaluate", "evaluate", "Measure a checkpoint on a data split."),
+    "doctor": Command("dbctl.cli.doctor", "doctor", "Examine hosts, or this machine."),
     "compare": Command("dbctl.cli.compare", "compare", "Print what runs took to one accuracy."),
     "validate": Command("dbctl.cli.check", "validate", "Check an experiment file."),
     "schema": Command("dbctl.cli.check", "schema", "Print the JSON Schema of experiment files."),

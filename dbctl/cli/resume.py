@@ -10,9 +10,12 @@ import click
 @click.command()
 @click.argument("run_dir", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
+@click.option("--bootstrap", is_flag=True, help="Bring dbctl to the hosts first.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines on stdout.")
 @click.option("--quiet", is_flag=True, help="Only warnings and the last line.")
-def resume(*, run_dir: str, overrides: tuple[str, ...], as_json: bool, quiet: bool) -> int:
+def resume(
+    *, run_dir: str, overrides: tuple[str, ...], bootstrap: bool, as_json: bool, quiet: bool
+) -> int:
     """Go on from a run's newest good checkpoint.
 
     Only stop, replicas, min_replicas, shards, partition, evaluate, checkpoint and cluster can be
@@ -22,4 +25,4 @@ def resume(*, run_dir: str, overrides: tuple[str, ...], as_json: bool, quiet: bo
     from dbctl.run import resume as run
 
     display = make_display(json=as_json, stderr_is_tty=sys.stderr.isatty(), quiet=quiet)
-    return run.resume(run_dir, overrides, display=display)
+    return run.resume(run_dir, overrides, display=display, bootstrap=bootstrap)

@@ -15,6 +15,7 @@ import click
 @click.option(
     "--partitions", metavar="N,N,...", help="With --dry-run: costs and times for these counts."
 )
+@click.option("--bootstrap", is_flag=True, help="Bring dbctl to the hosts first.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines on stdout.")
 @click.option("--quiet", is_flag=True, help="Only warnings and the last line.")
 def train(
@@ -24,6 +25,7 @@ def train(
     run_dir: str | None,
     dry_run: bool,
     partitions: str | None,
+    bootstrap: bool,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -43,4 +45,4 @@ def train(
             click.echo(line)
         return 0
     display = make_display(json=as_json, stderr_is_tty=sys.stderr.isatty(), quiet=quiet)
-    return run.train(file, overrides, run_dir=run_dir, display=display)
+    return run.train(file, overrides, run_dir=run_dir, display=display, bootstrap=bootstrap)

@@ -72,21 +72,20 @@ def errand(agent: str, host: HostSpec, *, runtime: str, token: str, keeper: str 
 
 def ssh_command(one: Errand) -> list[str]:
     """The words of the ssh that brings up the agent."""
-    part = ["caller", one.keeper] if one.keeper else ["agent", "--stdin"]
-    return ssh_words(one.host, *part, forward=f"{one.forwarded}:{one.socket}")
+    forward = ["-L", f"{one.forwarded}:{one.socket}"]
+    return _ssh(one.host, forward, [_python(one.host), "-P", "-m", "dbctl", "agent", "--stdin"])
 
 
-def ssh_words(host: HostSpec, *part: str, forward: str = "") -> list[str]:
-    """The words of an ssh that runs one of dbctl's own processes on a host."""
-    return [
-        "ssh",
-        "-T",
-        *(word for option in OPTIONS for word in ("-o", option)),
-        *(["-L", forward] if forward else []),
-        "--",
-        host.destination,
-        shlex.join([_python(host), "-P", "-m", "dbctl", *part]),
-    ]
+def bootstrap_command(host: HostSpec) -> list[str]:
+    """The words of the ssh that brings dbctl to a host: a program that is text, and nobody's."""
+    program = Path(__file__).with_name("installer.py").read_text(encoding="utf-8")
+    return _ssh(host, [], [_python(host), "-I", "-c", program])
+
+
+def _ssh(host: HostSpec, more: list[str], command: list[str]) -> list[str]:
+    """One command there, of quoted words."""
+    options = [word for option in OPTIONS for word in ("-o", option)]
+    return ["ssh", "-T", *options, *more, "--", host.destination, shlex.join(command)]
 
 
 def _python(host: HostSpec) -> str:
@@ -232,4 +231,8 @@ def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
     if status == SSH_FAILED:
         do = f"make `ssh {shlex.quote(host.destination)}` work, or mend `ssh` of the host"
         return Diagnosis("ssh", "", do)
+    if status is not None:
+        look = shlex.join([_python(host), "-P", "-m", "dbctl", "--version"])
+        do = f"make `{shlex.join(['ssh', '--', host.destination, look])}` work"
+        return Diagnosis("agent", "", do)
     return Diagnosis("agent", "", "")

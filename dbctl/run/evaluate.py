@@ -29,6 +29,7 @@ from dbctl.plan import Plan, make_evaluation_plan
 from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.evaluations import Measured
+from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.find import find
 from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.nodes import Nodes
@@ -59,12 +60,15 @@ MAX_TRIES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """`step`: which checkpoint (None: the newest good one); `predictions`: a CSV file to write."""
+    """`step`: which checkpoint (None: the newest good one); `predictions`: a CSV file to write;
+    `bootstrap`: dbctl is brought to the hosts first.
+    """
 
     split: Split = "test"
     step: int | None = None
     workers: int = 1
     predictions: Path | None = None
+    bootstrap: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +249,13 @@ class _Task:
     def _session(
         self, signals: Signals, records: _Records, *, logs: str, lease_s: float
     ) -> Outcome:
-        request, plan = self._request, self._plan
+        request = self._request
+        if request.bootstrap:
+            prepared = bootstrapped(self._plan, signals)
+            if prepared is None:
+                return Outcome(status=signals.status)
+            self._plan = prepared
+        plan = self._plan
         run, runtime = new_run_id(), make_runtime()
         origin = Origin(restore=str(self._checkpoint.path.absolute()), positions={})
         launcher = launcher_of(

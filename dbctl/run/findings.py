@@ -78,7 +78,7 @@ def of_answer(
     def found(about: str, what: str, do: str, *, fatal: bool = True) -> Finding:
         return Finding(host=host.name, about=about, what=what, cure=do, fatal=fatal)
 
-    for row in _of_packages(host, facts, needs, here.packages):
+    for row in _of_packages(host, facts, needs, here=here.packages):
         yield found(*row[:3], fatal=row[3])
     if facts.workdir_fault:
         what = f"cannot write in {facts.workdir}: {facts.workdir_fault.lower()}"
@@ -96,7 +96,7 @@ def of_answer(
         what = f"its clock differs by {offset:+.1f} s"
         yield found("clock", what, "nothing depends on it but the times in logs", fatal=False)
     for path in needs.files:
-        for row in _of_file(host, path, facts, here.files):
+        for row in _of_file(host, path, facts, here=here.files):
             yield found(*row[:3], fatal=row[3])
     if facts.address_fault:
         what = f"cannot listen on its address: {facts.address_fault.lower()}"
@@ -113,7 +113,7 @@ Row = tuple[str, str, str, bool]
 
 
 def _of_packages(
-    host: HostSpec, facts: Facts, needs: Needs, here: Mapping[str, str]
+    host: HostSpec, facts: Facts, needs: Needs, *, here: Mapping[str, str]
 ) -> Iterator[Row]:
     bring = f"run `{cure(host, checkout())}`, or let --bootstrap do it"
     missing = [name for name, version in facts.packages.items() if not version]
@@ -143,7 +143,7 @@ def _of_room(facts: Facts, room: Room) -> Iterator[Row]:
 
 
 def _of_file(
-    host: HostSpec, path: str, facts: Facts, here: Mapping[str, FileFacts]
+    host: HostSpec, path: str, facts: Facts, *, here: Mapping[str, FileFacts]
 ) -> Iterator[Row]:
     """Whether a data file is there as it is here."""
     ours = here.get(path)

@@ -32,6 +32,7 @@ from dbctl.run.preflight import Preflight, asked_of
 from dbctl.run.wiring import Wiring, wired
 
 TOKEN_BYTES = 8
+GIVE_ADDRESS = "give each its `address`, where the other hosts reach it"
 
 
 def members(plan: Plan) -> list[tuple[str, HostSpec]]:
@@ -56,20 +57,26 @@ def addresses(
     hosts: Sequence[HostSpec], look_up: Callable[[str], list[str]] | None = None
 ) -> dict[str, str]:
     """The IP address of each host by its name; PlanError tells of all that have none."""
+    found, faults = find_addresses(hosts, look_up)
+    if faults:
+        told = "; ".join(f"host {name}: {fault}" for name, fault in faults.items())
+        raise PlanError(f"{told}: {GIVE_ADDRESS}")
+    return found
+
+
+def find_addresses(
+    hosts: Sequence[HostSpec], look_up: Callable[[str], list[str]] | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """By name of a host: its IP address, or what is wrong where others cannot come to it."""
     with ThreadPoolExecutor(len(hosts)) as pool:
         answers = list(pool.map(partial(_address, look_up=look_up or _look_up), hosts))
     found = {host.name: a for host, a in zip(hosts, answers, strict=True) if isinstance(a, str)}
-    faults = [str(answer) for answer in answers if not isinstance(answer, str)]
+    faults = {h.name: str(a) for h, a in zip(hosts, answers, strict=True) if isinstance(a, OSError)}
     inside = [name for name, address in found.items() if ip_address(address).is_loopback]
     if len(inside) < len(found):
-        faults += [
-            f"host {name}: others would connect to {found[name]}, and reach themselves"
-            for name in inside
-        ]
-    if faults:
-        do = "give each its `address`, where the other hosts reach it"
-        raise PlanError(f"{'; '.join(faults)}: {do}")
-    return found
+        for name in inside:
+            faults[name] = f"others would connect to {found.pop(name)}, and reach themselves"
+    return found, faults
 
 
 def _address(host: HostSpec, *, look_up: Callable[[str], list[str]]) -> str | OSError:
@@ -81,7 +88,7 @@ def _address(host: HostSpec, *, look_up: Callable[[str], list[str]]) -> str | OS
     try:
         known = look_up(where)
     except OSError as error:
-        return OSError(f"host {host.name}: no address of {where} is known here: {one_line(error)}")
+        return OSError(f"no address of {where} is known here: {one_line(error)}")
     # A machine's own name is mostly a loopback address too.
     return next((a for a in known if not ip_address(a).is_loopback), known[0])
 

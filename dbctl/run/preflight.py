@@ -47,7 +47,7 @@ def needs_of(
             files += files_there(data.train if split == "train" else data.test)
         needs[host] = Needs(
             files=tuple(dict.fromkeys(files)),
-            room=room_on(plan, host, train, test),
+            room=room_on(plan, host, train=train, test=test),
             threads=sum(node.threads for node in nodes if node.role == "worker"),
             encrypted=encrypted,
         )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from dbctl.checkpoint.layout import Manifest, ReplicaRow
 from dbctl.checkpoint.reader import Checkpoint, newest_good
@@ -25,6 +26,7 @@ from dbctl.model.network import tensors
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
+from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.find import find
 from dbctl.run.hosts import wire
 from dbctl.run.methods import METHOD, described, state_vectors
@@ -41,7 +43,7 @@ from dbctl.run.setting import (
 )
 from dbctl.run.shipments import shipments_of
 from dbctl.run.signals import Signals
-from dbctl.run.train import Life
+from dbctl.run.train import EXIT_CODES, Life
 from dbctl.run.wiring import Wiring
 from dbctl.rundir import RunDir
 from dbctl.wire import Position
@@ -85,10 +87,13 @@ def resume(
     overrides: Sequence[str] = (),
     *,
     display: Display,
+    bootstrap: bool = False,
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
 ) -> int:
     """Another life of the run in directory `path`; its exit status.
+
+    `bootstrap`: dbctl is brought to the hosts first.
 
     UsageError: no run directory, one whose run is going on, or a key that may not change.
     CheckpointError: nothing was saved, nothing good was, or it is of another network or data.
@@ -103,6 +108,12 @@ def resume(
             display.finished(_already_finished(run_dir, found.checkpoint.manifest, stop))
             display.close()
             return 0
+        if bootstrap:
+            tell = partial(display.event, "bootstrap")
+            plan = bootstrapped(found.plan, signals, tell=tell)
+            if plan is None:
+                return EXIT_CODES[signals.status]
+            found = replace(found, plan=plan)
         run_dir.logs.mkdir(exist_ok=True)  # somebody may have cleaned up
         run_dir.write_resolved(to_yaml(found.plan.experiment))
         _tell(display, found)

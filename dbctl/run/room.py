@@ -45,7 +45,7 @@ class Room:
     most_files: tuple[str, int]
 
 
-def room_on(plan: Plan, host: str, train: Source | None, test: Source | None) -> Room:
+def room_on(plan: Plan, host: str, *, train: Source | None, test: Source | None) -> Room:
     """`train`: what the workers read, `test`: what the evaluators read; None: there is none."""
     return Room(
         memory=memory_bytes(plan, train, test, host=host),
@@ -58,7 +58,7 @@ def check_room(plan: Plan, train: Source | None, test: Source | None) -> list[st
     """Warnings; LaunchError where the plan cannot fit. The limit of open files is raised by it."""
     if plan.hosts != (LOCALHOST,):
         return []  # what other hosts have is not known here
-    room = room_on(plan, LOCALHOST, train, test)
+    room = room_on(plan, LOCALHOST, train=train, test=test)
     if fault := files_fault(room, raise_descriptor_limit()):
         raise LaunchError(HOST, fault)
     available = available_bytes()

@@ -32,6 +32,7 @@ from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.roles.base import Save
 from dbctl.roles.cuts import CompleteCut
+from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.findings import Needs
 from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.initial_run import settle
@@ -83,13 +84,14 @@ def train(
     *,
     run_dir: str | None,
     display: Display,
+    bootstrap: bool = False,
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
     wire: Callable[[Plan], Wiring] = wire,
 ) -> int:
     """A new run; its exit status. DbctlError where it cannot begin.
 
-    `wire` says which nodes share a host.
+    `bootstrap`: dbctl is brought to the hosts first. `wire` says which nodes share a host.
     """
     with Signals() as signals:
         experiment = resolve_threads(load(path, overrides))
@@ -99,6 +101,11 @@ def train(
         wiring = wire(plan)
         for warning in check_room(plan, train_data, test_data):
             display.warn(warning)
+        if bootstrap:
+            prepared = bootstrapped(plan, signals, tell=partial(display.event, "bootstrap"))
+            if prepared is None:
+                return EXIT_CODES[signals.status]
+            plan, experiment = prepared, prepared.experiment
         directory = create(Path(run_dir) if run_dir else None, experiment.name)
         with directory:
             directory.write_experiment(Path(path).read_bytes())
