@@ -51,6 +51,21 @@ def test_the_commands_are_those_of_the_launcher() -> None:
     assert lines(open_to_all)[-1] == f"between hosts: tcp, {UNENCRYPTED}"
 
 
+def test_what_is_sent_is_told(tmp_path: Path) -> None:
+    rows = "\n".join(",".join(["1"] * 64 + [str(i % 10)]) for i in range(30))
+    (tmp_path / "d.csv").write_text(rows)
+    source = f"{{source: csv, path: {tmp_path}/d.csv, label: 64, ship: true}}"
+    data = [f"data.train={source}", "replicas=2", "evaluate.every=1 epoch"]
+    text = lines(TWO, *data)
+    said = sorted(line.strip() for line in text if "is sent" in line)
+    start = "is sent what it does not have of: data.train, "
+    assert said == [f"{start}15 rows of replica {r}" for r in (0, 1)]
+    plan = json.loads(lines(TWO, *data, f"data.test={source}", as_json=True)[0])
+    sets = [name for host in plan["hosts"] for name in host["is_sent"]]
+    assert "data.test, all rows" in sets
+    assert not any("is sent" in line for line in lines(TWO))
+
+
 def test_json_holds_the_same() -> None:
     (line,) = lines(TWO, as_json=True)
     plan = json.loads(line)

@@ -17,6 +17,7 @@ from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
 from dbctl.plan import Plan
 from dbctl.run.hosts import commands
 from dbctl.run.initial_run import absent
+from dbctl.run.shipments import sets_for
 from dbctl.run.train import prepare
 from dbctl.run.wiring import UNENCRYPTED, wired
 
@@ -69,6 +70,8 @@ def text(plan: Plan) -> Iterator[str]:
         yield ""
         yield f"{host.name}: {agent}, {n} processes{slots}, others connect to {host.reached_at}"
         yield f"    {shlex.join(words)}"
+        if sets := sets_for(plan, host.name):
+            yield f"    is sent what it does not have of: {'; '.join(sets)}"
     if len(plan.hosts) > 1:
         yield ""
         yield "between hosts: tcp, " + (ENCRYPTED if wired(plan, {}).encrypted else UNENCRYPTED)
@@ -88,7 +91,13 @@ def plan_object(plan: Plan) -> dict[str, object]:
         "partitions": plan.cut.count,
         "nodes": [asdict(node) for node in plan.nodes],
         "hosts": [
-            {"name": host.name, "agent": agent, "address": host.reached_at, "command": words}
+            {
+                "name": host.name,
+                "agent": agent,
+                "address": host.reached_at,
+                "command": words,
+                "is_sent": sets_for(plan, host.name),
+            }
             for agent, host, words in commands(plan)
         ],
     }

@@ -239,6 +239,19 @@ def _needs(plan: Plan, split: str) -> list[_Need]:
     return found
 
 
+def sets_for(plan: Plan, host: str) -> list[str]:
+    """Which sets of rows a host is sent, if it does not have them, in words."""
+    hosts = {node.node: node.host for node in plan.nodes}
+    mine = dict.fromkeys(
+        (need.split, need.owner) for need in _needs(plan, "test") if hosts[need.node] == host
+    )
+    return [
+        f"data.{split}, "
+        + ("all rows" if owner is None else f"{plan.rows[owner]:,} rows of replica {owner}")
+        for split, owner in mine
+    ]
+
+
 def _splits(needs: list[_Need]) -> list[str]:
     return list(dict.fromkeys(need.split for need in needs))
 
