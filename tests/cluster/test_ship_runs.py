@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,15 @@ from dbctl.data.sources import open_source
 from dbctl.experiment.specs import DigitsSource
 from tests.cluster.runs import TrainRun, synthetic, wait_for
 from tests.cluster.sshd import Sshd
-from tests.cluster.test_ssh_runs import EXPERIMENT, bits, dbctl, is_ssh
+from tests.cluster.test_ssh_runs import (
+    EXPERIMENT,
+    agents_nodes,
+    bits,
+    command_line,
+    dbctl,
+    is_ssh,
+    leftovers,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
@@ -163,6 +173,49 @@ def test_a_run_that_was_broken_off_is_sent_only_the_rest(sshd: Sshd, tmp_path: P
     with TrainRun(tmp_path, experiment, name="third") as run:
         assert run.finish() == 0, run.story()
     assert shipped(run.dir) == {("worker-0.0", "train x"): whole}
+
+
+def own_bytes(pid: int) -> int:
+    """Memory of a process that is no mapped file."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"RssAnon:\s+(\d+) kB", text)
+    return 1024 * int(found[1]) if found else 0
+
+
+def test_neither_side_holds_what_is_sent(sshd: Sshd, tmp_path: Path) -> None:
+    """180 MB that can only be read from the front: half of it would show."""
+    experiment = large(tmp_path / "data", cluster(sshd, tmp_path), replicas=1)
+    x = np.zeros((230_000, 784), np.uint8)
+    x[:, 0] = np.arange(len(x)) % 251
+    np.savez(tmp_path / "data" / "d.npz", x=x, y=np.arange(len(x)) % 4)
+    source = {"source": "npz", "path": f"{tmp_path}/data/d.npz", "x": "x", "y": "y", "ship": True}
+    experiment["data"]["train"] = source
+    most = {"controller": 0, "worker": 0}
+    with TrainRun(tmp_path, experiment) as run:
+        while run.process.poll() is None:
+            most["controller"] = max(most["controller"], own_bytes(run.pid))
+            for pid in agents_nodes(run):
+                if "worker-0.0" in command_line(pid):
+                    most["worker"] = max(most["worker"], own_bytes(pid))
+            time.sleep(0.01)
+        assert run.finish() == 0, run.story()
+    assert sum(shipped(run.dir).values()) > 180e6
+    assert all(20e6 < n < 110e6 for n in most.values()), most
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_the_middle(sshd: Sshd, tmp_path: Path, number: int) -> None:
+    experiment = large(tmp_path / "data", cluster(sshd, tmp_path), replicas=1)
+    with TrainRun(tmp_path, experiment) as run:
+        wait_for(lambda: any(n > 2e6 for n in kept(tmp_path, ".part").values()), "a beginning")
+        run.signal(number)
+        assert run.finish(5.0) == (130 if number == signal.SIGINT else 75)
+        assert "Traceback" not in run.err
+    assert leftovers(tmp_path) == [str(tmp_path / "there" / "data")]
+    assert len(kept(tmp_path, ".part")) == 1
 
 
 @contextlib.contextmanager
