@@ -46,14 +46,14 @@ class Shipment(msgspec.Struct, frozen=True):
 class Shipped(msgspec.Struct, frozen=True, kw_only=True):
     """What a node is told of its rows: features `x` and targets `y`, each a .npy file.
 
-    `rows`: how many the whole set has. `own`: the files hold only the node's replica's rows, in
-    rising order. `directory` is where its host keeps them; ~/ is the user's home there.
+    A worker's hold its replica's rows, in rising order; of batch methods, and an evaluator's, all.
+    `rows`: how many the whole set has. `directory` is where its host keeps them; ~/ is the user's
+    home there.
     """
 
     x: Shipment
     y: Shipment
     rows: int
-    own: bool
     directory: str
 
 

@@ -11,6 +11,7 @@ from dbctl.data.order import (
     batch_rows,
     epoch_order,
     permutation,
+    ranks,
     sample_rows,
     steps_per_epoch,
     subset,
@@ -151,3 +152,11 @@ def test_every_row_is_in_a_sample_about_equally_often() -> None:
 def test_a_sample_has_a_number_and_a_size(sample: int, size: int, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         sample_rows(10, 7, sample=sample, size=size)
+
+
+def test_ranks_are_places_in_rising_order() -> None:
+    """They find each row of a subset in a file that has them sorted."""
+    rows = subset(50, 3, replica=1, replicas=4)
+    assert (np.sort(rows)[ranks(rows)] == rows).all()
+    assert ranks(rows).dtype == np.int64
+    assert ranks(np.zeros(0, np.int64)).tolist() == []

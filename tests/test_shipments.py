@@ -34,7 +34,7 @@ from dbctl.run.setting import (
     plan_of,
     vectors_of,
 )
-from dbctl.run.shipments import Shipments, shipments_of
+from dbctl.run.shipments import READY_MOST, Shipments, shipments_of
 from dbctl.rundir import RunDir
 from dbctl.wire import Message, Peer
 from dbctl.wire_files import ReadVector
@@ -348,6 +348,18 @@ def test_the_data_going_away_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(LaunchError, match=r"worker-0.0 cannot be sent its rows: .*images\.gz"):
         sent.build("worker-0.0")
     assert sent.shipments.close() is not None
+
+
+def test_little_is_read_ahead_of_the_line(tmp_path: Path) -> None:
+    shipments = Sent(tmp_path).shipments
+    x = shipments.shipped["worker-0.0"].x
+    for start in range(20):
+        shipments.ask("worker-0.0", ReadShipment(x.digest, start, 10))
+    found: list[int] = []
+    while sum(found) < 20:
+        threading.Event().wait(0.02)
+        found.append(len(shipments.due()))
+    assert max(found) == READY_MOST
 
 
 def test_a_closed_one_reads_nothing(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def _rows_of(spec: NodeSpec, experiment: Experiment, distant: Distant | None) ->
     source = _source(spec, train, distant)
     n_rows = spec.shipped.rows if spec.shipped is not None else source.rows
     rows = subset(n_rows, experiment.seed, replica=spec.replica, replicas=experiment.replicas)
-    if spec.shipped is not None and spec.shipped.own:
+    if spec.shipped is not None:
         rows = ranks(rows)
     statistics = _statistics(spec, train, source, distant=distant)
     return Dataset(source, train, statistics=statistics, rows=rows)

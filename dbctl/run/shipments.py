@@ -220,7 +220,6 @@ def shipments_of(
                 x=x.shipment,
                 y=y.shipment,
                 rows=source.rows,
-                own=need.owner is not None,
                 directory=there[host_of[need.node]],
             )
     return Shipments(shipped, files, host_of=host_of, directory=str(directory))
