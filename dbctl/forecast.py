@@ -9,7 +9,7 @@ Theory of operation. A mini-batch is, layer by layer, what its slowest partition
               + max over partitions of (bytes / link rate + messages x time of a message)
               + rounds x latency
     servers   greatest range of a partition / worker's rate + greatest range of a shard / its rate
-              + two latencies of the link threads, where the step waits for them; divided by n_push,
+              + a push and a fetch there and back, where the step waits for them; divided by n_push,
               n_fetch
 
 All of it is waited for: nothing is taken to hide behind something else, as a replica computes.
@@ -41,8 +41,8 @@ class Speeds:
     """Of this machine, for one network at one batch size and count of threads.
 
     `loss_s`: of the loss on all outputs. `batch_s`: of fetching a mini-batch's rows. `latency_s`:
-    from one partition's send to the other's receive; `server_latency_s`: by the link threads, as
-    worker and shard talk. `message_s`: of each further message between partitions.
+    of two partitions that send to each other and wait; `server_latency_s`: of a push and a fetch,
+    there and back. `message_s`: of each further message between partitions.
     `link_bytes_per_s`: into shared memory and out of it. `worker_s`, `shard_s`: of one parameter,
     checking the gradient and copying the answer; checking it again and updating.
     """
@@ -146,7 +146,7 @@ def _servers_s(experiment: Experiment, cut: NetworkCut, speeds: Speeds) -> float
     held = max(len(cut.span(p)) for p in range(cut.count))
     n_parameters = sum(len(cut.span(p)) for p in range(cut.count))
     of_shard = -(-n_parameters // experiment.shards)
-    each_s = held * speeds.worker_s + of_shard * speeds.shard_s + 2 * speeds.server_latency_s
+    each_s = held * speeds.worker_s + of_shard * speeds.shard_s + speeds.server_latency_s
     optimizer = experiment.optimizer
     beat = max(optimizer.n_fetch, optimizer.n_push) if isinstance(optimizer, DownpourSpec) else 1
     return each_s / beat

@@ -57,7 +57,7 @@ def test_one_partition_is_operations_over_rate_and_the_rest() -> None:
     flops = 128 * (6 * (41_777_152 - 4 * 2560 - 8192) - 2 * 440 * 2560)
     assert table.forecast.compute_s == pytest.approx(flops / 5e10 + 0.005)
     assert table.forecast.exchange_s == 0
-    assert table.forecast.servers_s == pytest.approx(41_777_152 * 3e-9 + 6e-4)
+    assert table.forecast.servers_s == pytest.approx(41_777_152 * 3e-9 + 3e-4)
     assert table.forecast.speed_up == 1.0
 
 

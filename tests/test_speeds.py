@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from dbctl.data.sources import open_source
-from dbctl.errors import ExperimentError, PlanError
+from dbctl.errors import ExperimentError, LaunchError, PlanError
 from dbctl.experiment.read import parse
 from dbctl.run import speeds as module
 from dbctl.run.dry import dry_run
+from dbctl.run.link_speeds import measure_links
 from dbctl.run.speeds import measure
 
 EXPERIMENT = """
@@ -55,7 +56,6 @@ def test_speeds_are_positive_and_taken_within_two_seconds() -> None:
     others = (found.loss_s, found.batch_s, found.worker_s, found.shard_s)
     assert all(0 < seconds < 0.1 for seconds in others)
     assert 1e-6 < found.latency_s < 0.1
-    # One thread after the other, each of which may have to be woken.
     assert 1e-5 < found.server_latency_s < 0.1
     assert 0 <= found.message_s < 0.1
     assert 1e7 < found.link_bytes_per_s < 1e13
@@ -171,3 +171,9 @@ def test_a_bad_count_is_an_error_before_anything_is_measured(
     monkeypatch.setattr(module, "measure", measured)
     with pytest.raises((PlanError, ExperimentError)):
         list(dry_run(file, [], partitions=counts, as_json=False, warn=pytest.fail))
+
+
+def test_the_other_process_that_does_not_come_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/true")
+    with pytest.raises(LaunchError, match="the other process ended before it was ready"):
+        measure_links()

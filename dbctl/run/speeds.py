@@ -6,15 +6,11 @@ less than in wall time, and is the median of a few runs.
 
 Theory of operation: a layer is timed, forward and backward, on a box of its nodes that is as large
 as the limits allow and on an eighth of that; a line through both gives what a call costs whatever
-its size, and its operations a second. The link is two `Link`s that talk through shared memory as
-two partitions do: small messages there and back, many in a row, and large ones that are copied in
-and out; and small ones by the link threads, as worker and shard talk.
+its size, and its operations a second. How fast processes talk is measured by link_speeds.
 """
 
 from __future__ import annotations
 
-import shutil
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +24,6 @@ from dbctl.data.dataset import Dataset
 from dbctl.data.sources import Source
 from dbctl.experiment.specs import Experiment, SandblasterSpec
 from dbctl.forecast import LayerSpeed, Speeds
-from dbctl.launch.base import make_runtime
 from dbctl.model.losses import LOSSES, loss_gradient
 from dbctl.model.network import LayerSpec, node_shapes, tensors
 from dbctl.model.passes import KERNELS
@@ -36,10 +31,7 @@ from dbctl.optim.gradients import is_finite
 from dbctl.optim.rules import SgdRuleSpec
 from dbctl.optim.updates import make_rule
 from dbctl.region import Box
-from dbctl.roles.base import View
-from dbctl.transport.link import Link
-from dbctl.transport.memory import allocate
-from dbctl.wire import Boxes, Need
+from dbctl.run.link_speeds import measure_links
 
 Array = NDArray[Any]
 
@@ -48,9 +40,6 @@ MAX_RUNS = 7
 MAX_FLOPS = 1.2e9  # of one forward pass of a box
 MAX_WEIGHTS = 4 << 20  # of a box, and of the vectors that stand for the servers'
 SAMPLE_ROWS = 1024
-LINK_ELEMENTS = 1 << 18
-BURST = 16
-ROUNDS = 30
 MAX_ELSEWHERE = 16 << 20  # elements; larger than caches are
 
 
@@ -74,15 +63,15 @@ def measure(experiment: Experiment, train: Source, *, threads: int) -> Speeds:
         loss_s = _loss_s(network.loss, prod(shapes[-1]), n_batch=n_batch, clock=clock)
         n_parameters = tensors(network)[-1].range.stop
         worker_s, shard_s = _servers_s(experiment, min(n_parameters, MAX_WEIGHTS), clock)
-    latency_s, server_latency_s, message_s, link_bytes_per_s = _link_speeds()
+    links = measure_links()
     return Speeds(
         layers=tuple(layers),
         loss_s=loss_s,
         batch_s=_batch_s(experiment, train, clock),
-        latency_s=latency_s,
-        server_latency_s=server_latency_s,
-        message_s=message_s,
-        link_bytes_per_s=link_bytes_per_s,
+        latency_s=links.latency_s,
+        server_latency_s=links.server_latency_s,
+        message_s=links.message_s,
+        link_bytes_per_s=links.bytes_per_s,
         worker_s=worker_s,
         shard_s=shard_s,
     )
@@ -221,82 +210,3 @@ def _servers_s(experiment: Experiment, size: int, clock: _Clock) -> tuple[float,
         rule.update(values, gradient, state, n=1, rate=1e-3, out=out)
 
     return clock.seconds(worker) / size, clock.seconds(shard) / size
-
-
-# ------------------------------------------------------------------------------------ link
-
-
-class _Echo:
-    """The other partition: copies what comes out of shared memory, and answers where asked."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._answer = View(allocate(1, "<f4"), 0, 1)
-        self._own = np.zeros(LINK_ELEMENTS, np.float32)
-        self._thread = threading.Thread(target=self._run, name="echo")
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            for peer, message in self._link.receive(None):
-                if isinstance(message, Need):
-                    self._link.send(peer.node, message)
-                    continue
-                if not isinstance(message, Boxes) or message.phase == "max":
-                    return
-                np.copyto(self._own[: len(message.payload)], message.payload)
-                if message.phase == "back":
-                    self._link.send(peer.node, Boxes(message.number, "states", 0, self._answer))
-
-    def join(self) -> None:
-        self._thread.join()
-
-
-def _link_speeds() -> tuple[float, float, float, float]:
-    """Seconds of a message to somebody who waits, past the link threads and by them.
-
-    Then of each further one, and bytes a second.
-    """
-    runtime = make_runtime()
-    at = {name: f"ipc://{runtime}/{name}" for name in ("echo", "asking")}
-    try:
-        with (
-            Link(run="speeds", node="echo", incarnation=1, listen=at["echo"]) as there,
-            Link(run="speeds", node="asking", incarnation=1, listen=at["asking"]) as here,
-        ):
-            there.connect("asking", 1, at["asking"])
-            here.connect("echo", 1, at["echo"])
-            echo = _Echo(there)
-            try:
-                return _round_trips(here)
-            finally:
-                here.send("echo", Boxes(0, "max", 0, np.zeros(1)))
-                echo.join()
-    finally:
-        shutil.rmtree(runtime, ignore_errors=True)
-
-
-def _round_trips(link: Link) -> tuple[float, float, float, float]:
-    outbox = allocate(LINK_ELEMENTS, "<f4")
-    own = np.ones(LINK_ELEMENTS, np.float32)
-    sizes = {"small": (1, 1), "burst": (BURST, 1), "large": (1, LINK_ELEMENTS)}
-    times: dict[str, list[float]] = {name: [] for name in (*sizes, "by threads")}
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        link.send("echo", Need(0, "states", 0))
-        while not link.receive(None):
-            pass
-        times["by threads"].append(time.perf_counter() - began)
-        for name, (count, n_elements) in sizes.items():
-            began = time.perf_counter()
-            for number in range(count):
-                np.copyto(outbox.array[:n_elements], own[:n_elements])
-                phase = "back" if number == count - 1 else "states"
-                link.send("echo", Boxes(number, phase, 0, View(outbox, 0, n_elements)))
-            while not link.receive(None):
-                pass
-            times[name].append(time.perf_counter() - began)
-    small_s, burst_s, large_s, threads_s = (float(np.median(t[1:])) for t in times.values())
-    message_s = max(0.0, burst_s - small_s) / (BURST - 1)
-    rate = 4 * LINK_ELEMENTS / max(large_s - small_s, 1e-6)
-    return small_s / 2, threads_s / 2, message_s, rate

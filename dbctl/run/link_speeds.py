@@ -1,0 +1,215 @@
+"""How fast two processes of this machine talk: what a partition and a shard are waited for.
+
+Rules of this file: real processes, as those of a run; a second at most; nothing is left of it.
+
+Theory of operation. `python -m dbctl.run.link_speeds` is the other process. Two partitions work for
+about as long as a layer takes, and then each sends and waits for what the other sends: what a round
+takes besides that work is what an exchange costs, with all its waking up and falling behind, which
+messages that go there and back without a pause do not show. A shard sleeps while its worker works,
+and is woken by a push and a fetch, which it answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from dbctl.errors import LaunchError
+from dbctl.launch.base import make_runtime, python_environment
+from dbctl.roles.base import View
+from dbctl.transport.line import socket_name
+from dbctl.transport.link import Link
+from dbctl.transport.memory import allocate
+from dbctl.wire import Ack, Boxes, Fetch, Message, Peer
+
+OTHER, ASKING = Peer("worker-0.1", 1), Peer("worker-0.0", 1)
+LIMIT_S = 20.0  # of everything
+ROUNDS = 40
+BURST = 16
+LARGE = 1 << 18  # elements
+WORK = 1 << 15  # elements; about as long as a small layer, when done `WORKS` times
+WORKS = 16
+SWAP, SERVE, COPY, OVER = "swap", "serve", "copy", "over"
+
+
+class LinkSpeeds(NamedTuple):
+    """`latency_s`: of an exchange; `server_latency_s`: of a push and a fetch, there and back.
+
+    `message_s`: of each further message of an exchange; `bytes_per_s`: into shared memory and out.
+    """
+
+    latency_s: float
+    server_latency_s: float
+    message_s: float
+    bytes_per_s: float
+
+
+def measure_links() -> LinkSpeeds:
+    """The medians of `ROUNDS` each. LaunchError: the other process does not come up."""
+    runtime = make_runtime()
+    try:
+        with _link(runtime, ASKING) as link, _other(runtime):
+            link.connect(OTHER.node, 1, _endpoint(runtime, OTHER))
+            return _Asking(link).measure()
+    finally:
+        shutil.rmtree(runtime, ignore_errors=True)
+
+
+def _endpoint(runtime: str, peer: Peer) -> str:
+    return f"ipc://{runtime}/{socket_name(peer)}"
+
+
+def _link(runtime: str, me: Peer) -> Link:
+    return Link(run="speeds", node=me.node, incarnation=1, listen=_endpoint(runtime, me))
+
+
+@contextlib.contextmanager
+def _other(runtime: str) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "dbctl.run.link_speeds", runtime],
+        env={**os.environ, **python_environment()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if not process.stdout.readline():
+            raise LaunchError("link speeds", "the other process ended before it was ready")
+        yield
+    finally:
+        process.stdin.close()  # its end
+        process.stdout.close()
+        try:
+            process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class _End:
+    """One of the two processes: what both do alike."""
+
+    def __init__(self, link: Link, to: Peer) -> None:
+        self.link = link
+        self.to = to.node
+        self._outbox = allocate(LARGE, "<f4")
+        self._own = np.ones(LARGE, np.float32)
+        self._other = np.zeros(LARGE, np.float32)
+        self._inbox: deque[Message] = deque()
+        self._until = time.monotonic() + LIMIT_S
+
+    def work(self) -> None:
+        for _ in range(WORKS):
+            np.add(self._own[:WORK], 1.0, out=self._other[:WORK])
+
+    def give(self, phase: str, number: int, *, size: int = 1) -> None:
+        np.copyto(self._outbox.array[:size], self._own[:size])
+        self.link.send(self.to, Boxes(number, phase, 0, View(self._outbox, 0, size)))
+
+    def take(self) -> Message | None:
+        """The next message, its payload copied out; None: the parent is gone."""
+        while not self._inbox:
+            if self.link.closed_by_parent or time.monotonic() > self._until:
+                return None
+            self._inbox += [message for _, message in self.link.receive(0.5)]
+        message = self._inbox.popleft()
+        if isinstance(message, Boxes):
+            np.copyto(self._other[: len(message.payload)], message.payload)
+        return message
+
+    def swap(self, number: int) -> None:
+        """What partitions do in each layer."""
+        self.work()
+        self.give(SWAP, number)
+        self.take()
+
+
+class _Asking(_End):
+    def __init__(self, link: Link) -> None:
+        super().__init__(link, OTHER)
+
+    def take(self) -> Message:
+        message = super().take()
+        if message is None:
+            raise LaunchError("link speeds", f"the other process did not answer in {LIMIT_S:g} s")
+        return message
+
+    def measure(self) -> LinkSpeeds:
+        self.give(COPY, 0)  # the first goes by the socket
+        self.take()
+        work_s = self._median(lambda n: self.work())
+        self.give(SWAP, ROUNDS + 1)
+        swap_s = self._median(self.swap)
+        serve_s = self._median(self._step)
+        small_s = self._median(lambda n: self._there_and_back(1, size=1))
+        burst_s = self._median(lambda n: self._there_and_back(BURST, size=1))
+        large_s = self._median(lambda n: self._there_and_back(1, size=LARGE))
+        return LinkSpeeds(
+            latency_s=max(swap_s - work_s, 1e-6),
+            server_latency_s=max(serve_s - work_s, 1e-6),
+            message_s=max(0.0, burst_s - small_s) / (BURST - 1),
+            bytes_per_s=4 * LARGE / max(large_s - small_s, 1e-6),
+        )
+
+    def _median(self, run: Callable[[int], None]) -> float:
+        times = []
+        for number in range(ROUNDS + 1):
+            began = time.perf_counter()
+            run(number)
+            times.append(time.perf_counter() - began)
+        return float(np.median(times[1:]))
+
+    def _step(self, number: int) -> None:
+        """What a worker does after each gradient."""
+        self.work()
+        self.give(SERVE, number)
+        self.link.send(self.to, Fetch(1, number, 0, 0))
+        self.take()
+
+    def _there_and_back(self, count: int, *, size: int) -> None:
+        for number in range(count):
+            self.give(COPY if number == count - 1 else OVER, number, size=size)
+        self.take()
+
+
+class _Other(_End):
+    def __init__(self, link: Link) -> None:
+        super().__init__(link, ASKING)
+
+    def run(self) -> None:
+        while (message := self.take()) is not None:
+            self._answer(message)
+
+    def _answer(self, message: Message) -> None:
+        if isinstance(message, Fetch):
+            self.link.send(self.to, Ack(1, message.number, 0))
+        elif isinstance(message, Boxes) and message.phase == COPY:
+            self.give(COPY, message.number)
+        elif isinstance(message, Boxes) and message.phase == SWAP:
+            for number in range(message.number):
+                self.swap(number)
+
+
+def main(runtime: str) -> None:
+    link = Link(
+        run="speeds", node=OTHER.node, incarnation=1, listen=_endpoint(runtime, OTHER), watch_fd=0
+    )
+    with link:
+        link.connect(ASKING.node, 1, _endpoint(runtime, ASKING))
+        print("ready", flush=True)
+        _Other(link).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
