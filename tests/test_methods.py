@@ -14,6 +14,7 @@ from dbctl.optim.methods import saved_names
 from dbctl.plan import PlanError, make_plan
 from dbctl.roles.coordinator import Coordinator
 from dbctl.roles.sandblaster import Sandblaster
+from dbctl.run.dry import text
 from dbctl.run.methods import METHOD, described, extra_of, leader_of, state_vectors
 from dbctl.run.room import files_needed
 from dbctl.run.setting import Origin, beginnings
@@ -57,6 +58,24 @@ def test_a_batch_is_all_rows_or_a_sample() -> None:
     sampled = leader("optimizer.batch=40")._start
     assert sampled.batch == Batch(40, 8, 3)
     assert sampled.sampled
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "100 rows (all): 13 portions of 8 in 5 bundles of 3; backup copies"),
+        (
+            ("optimizer.batch=40", "optimizer.backup=false"),
+            "40 rows (a sample of each iteration): 5 portions of 8 in 2 bundles of 3;"
+            " no backup copies",
+        ),
+    ],
+)
+def test_a_dry_run_says_what_an_evaluation_is(overrides: tuple[str, ...], said: str) -> None:
+    plan = make_plan(experiment(*overrides), rows=100, test_rows=0, cores=2)
+    first, second, *_ = text(plan)
+    assert first == "method      lbfgs with history 10"
+    assert second == f"evaluation  {said}"
 
 
 def test_a_sample_of_more_rows_than_there_are_cannot_be_planned() -> None:

@@ -17,6 +17,7 @@ from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
 from dbctl.plan import Plan
 from dbctl.run.hosts import commands
 from dbctl.run.initial_run import absent
+from dbctl.run.methods import evaluation_lines
 from dbctl.run.shipments import sets_for
 from dbctl.run.train import prepare
 from dbctl.run.wiring import UNENCRYPTED, wired
@@ -63,6 +64,7 @@ def dry_run(
 
 def text(plan: Plan) -> Iterator[str]:
     """The plan, and for hosts that ssh reaches their addresses and the commands."""
+    yield from evaluation_lines(plan)
     yield from plan.lines()
     for agent, host, words in commands(plan):
         n = sum(node.host == host.name for node in plan.nodes)

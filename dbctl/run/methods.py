@@ -6,7 +6,7 @@ of its own in a checkpoint's manifest (`Facts.extra`) is written and read here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dbctl.bundles import Batch
@@ -113,6 +113,20 @@ def described(experiment: Experiment) -> str:
         return optimizer.rule.type
     history = f" with history {optimizer.history}" if optimizer.method == "lbfgs" else ""
     return f"{optimizer.method}{history}"
+
+
+def evaluation_lines(plan: Plan) -> Iterator[str]:
+    """What an evaluation of a batch method is, for people; nothing where there is none."""
+    optimizer = plan.experiment.optimizer
+    if isinstance(optimizer, SandblasterSpec):
+        batch = batch_of(optimizer, plan.rows[0])
+        whose = "all" if optimizer.batch is None else "a sample of each iteration"
+        backup = "backup copies" if optimizer.backup else "no backup copies"
+        yield f"method      {described(plan.experiment)}"
+        yield (
+            f"evaluation  {batch.rows:,} rows ({whose}): {batch.n_portions:,} portions of {batch.portion:,}"
+            f" in {batch.n_bundles:,} bundles of {batch.send_every:,}; {backup}"
+        )
 
 
 def extra_of(leader: Leader) -> dict[str, Any]:
