@@ -124,8 +124,8 @@ def evaluation_lines(plan: Plan) -> Iterator[str]:
         backup = "backup copies" if optimizer.backup else "no backup copies"
         yield f"method      {described(plan.experiment)}"
         yield (
-            f"evaluation  {batch.rows:,} rows ({whose}): {batch.n_portions:,} portions of {batch.portion:,}"
-            f" in {batch.n_bundles:,} bundles of {batch.send_every:,}; {backup}"
+            f"evaluation  {batch.rows:,} rows ({whose}): {batch.n_portions:,} portions of"
+            f" {batch.portion:,} in {batch.n_bundles:,} bundles of {batch.send_every:,}; {backup}"
         )
 
 
