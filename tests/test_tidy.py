@@ -77,11 +77,13 @@ def no_docstring(source: str) -> Iterator[str]:
 
 
 def unsafe_parts(source: str) -> Iterator[str]:
-    """Pickle, evaluation of text, a shell, a YAML loader that builds objects (G13)."""
+    """Pickle, evaluation of text, a shell, a YAML loader that builds objects (G13), host keys."""
     for node in ast.walk(ast.parse(source)):
         for name in imported(node):
             if name.split(".")[0] in PICKLES:
                 yield f"{node.lineno}: imports {name}"
+        if isinstance(node, ast.Constant) and "StrictHostKeyChecking" in str(node.value):
+            yield f"{node.lineno}: host keys are for the user's own ssh settings to judge"
         if not isinstance(node, ast.Call):
             continue
         if isinstance(node.func, ast.Name) and node.func.id in EVALUATORS:
@@ -260,6 +262,7 @@ LONG = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (unsafe_parts, "import msgspec", "from pickle import loads"),
         (unsafe_parts, "socket.send(b)", "socket.send_pyobj(b)"),
         (unsafe_parts, "evaluate(x)", "eval(x)"),
+        (unsafe_parts, "x = 'BatchMode=yes'", "x = ['-o', 'StrictHostKeyChecking=no']"),
         (impure_parts, "import numpy", "import os.path"),
         (impure_parts, "from math import inf", "from time import monotonic"),
         (knows_roles, "from dbctl import region", "from dbctl import wire"),

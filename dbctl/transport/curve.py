@@ -92,7 +92,8 @@ class Guard:
 
     def _judge(self, request: Sequence[bytes]) -> tuple[str | None, str]:
         """(User-Id, "") or (None, why not)."""
-        domain, address, mechanism = request[4], request[5].decode("ascii", "replace"), request[7]
+        domain, mechanism = request[4], request[7]
+        address = request[5].decode("ascii", "replace").removeprefix("::ffff:")
         if domain != ZAP_DOMAIN:
             return None, f"{address} asked for the domain {domain!r}"
         if not self.tcp.encrypted:

@@ -122,6 +122,10 @@ class Hosts:
                 found[pid] = command
         return found
 
+    def inside(self, name: str) -> list[str]:
+        """What makes a command run as on the host: its network, processes and files."""
+        return ["nsenter", f"--target={self._server(name)}", "--all", "--wd=/", "--"]
+
     def left(self) -> list[str]:
         """Whatever a run may have left on its hosts."""
         found = []
@@ -136,12 +140,15 @@ class Hosts:
 
     def seen(self, name: str) -> Path:
         """The root directory as the host sees it."""
+        return Path(f"/proc/{self._server(name)}/root")
+
+    def _server(self, name: str) -> int:
         [server] = [
             pid
             for pid in map(int, call("ip", "netns", "pids", self.space[name]).split())
             if _command(pid).startswith((f"{SSHD} -D", f"sshd: {SSHD} -D"))
         ]
-        return Path(f"/proc/{server}/root")
+        return server
 
     # -------------------------------------------------------------------------- how it is made
 

@@ -104,8 +104,8 @@ def _pids() -> Iterable[int]:
 class TrainRun:
     """One controller process. A context manager: on the way out nothing of it is alive.
 
-    `factories`: role -> function of tests/cluster/roles.py that builds it, `lease_s`, and
-    `held_up_s`: through tests/cluster/drive.py, which is the command line with these added.
+    `factories`: role -> function of tests/cluster/roles.py that builds it, `lease_s`, `held_up_s`,
+    and `keys`: through tests/cluster/drive.py, which is the command line with these added.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class TrainRun:
         factories: Mapping[str, str] | None = None,
         lease_s: float | None = None,
         held_up_s: float | None = None,
+        keys: Path | None = None,
         env: Mapping[str, str] | None = None,
         name: str = "run",
         run_dir: Path | None = None,
@@ -130,11 +131,12 @@ class TrainRun:
         self.mark = secrets.token_hex(8)
         self.seen: set[int] = set()  # sessions of its nodes
         module = ["dbctl"]
-        if factories or lease_s or held_up_s:
+        if factories or lease_s or held_up_s or keys:
             settings = {
                 "factories": factories or {},
                 "lease_s": lease_s,
                 "held_up_s": held_up_s,
+                "keys": str(keys) if keys else None,
             }
             module = ["tests.cluster.drive", json.dumps(settings)]
         place = [] if default_dir else ["--run-dir", str(self.dir)]
