@@ -9,6 +9,7 @@ there: addresses here meet no others of this machine. All ends with the namespac
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -105,6 +106,19 @@ class Hosts:
     @property
     def python(self) -> str:
         return str(self.directory / "python")
+
+    def limit(self, rate: str) -> None:
+        """All links, both ways, to `rate` as tc says it; nothing waits there for more than 0.4 s."""
+        bucket = ["root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms"]
+        for name, space in self.space.items():
+            for where, device in ((space, "eth0"), (self.switch, f"to-{name}")):
+                call("tc", "-n", where, "qdisc", "add", "dev", device, *bucket)
+
+    def sent_bytes(self, name: str) -> tuple[int, int]:
+        """What has come to the host and gone from it, by its network card."""
+        words = ["ip", "-n", self.space[name], "-s", "-j", "link", "show", "eth0"]
+        counts = json.loads(call(*words))[0]["stats64"]
+        return counts["rx"]["bytes"], counts["tx"]["bytes"]
 
     # -------------------------------------------------------------------------- what there is
 
