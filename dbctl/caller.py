@@ -41,7 +41,8 @@ class Call:
     def hold(self) -> int:
         """Sends the request and stays until the keeper has no more to say."""
         n_sent = socket.send_fds(self._connection, [self._request], [1, 2])
-        self._connection.sendall(self._request[n_sent:])
+        if n_sent < len(self._request):  # nothing is an error too, once it has been answered
+            self._connection.sendall(self._request[n_sent:])
         self._poll.register(self._connection, select.POLLIN)
         while self.status is None:
             for fd, _ in self._poll.poll():

@@ -155,7 +155,8 @@ class Plan:
         """What `--dry-run` prints: placement, ranges, bytes a step, memory a process."""
         fetched, pushed = self.bytes_a_step()
         yield f"parameters  {self.n_parameters:,} in {len(self.tensors)} tensors"
-        yield f"a step      fetches {_size(fetched)} and pushes {_size(pushed)} a replica"
+        sizes = f"fetches {describe_bytes(fetched)} and pushes {describe_bytes(pushed)}"
+        yield f"a step      {sizes} a replica"
         if self.experiment.initialize_from is not None:
             yield f"begin       with the parameters of {self.experiment.initialize_from}"
         yield f"rows        {', '.join(f'{n:,}' for n in self.rows)} (one figure a replica)"
@@ -164,7 +165,7 @@ class Plan:
         host_width = 2 + max(10, *(len(node.host) for node in self.nodes))
         yield f"{'node':<{node_width}}{'host':<{host_width}}{'threads':>7}{'memory':>12}  what"
         for node in self.nodes:
-            memory = _size(node.memory_bytes)
+            memory = describe_bytes(node.memory_bytes)
             where = f"{node.node:<{node_width}}{node.host:<{host_width}}"
             yield f"{where}{node.threads:>7}{memory:>12}  {node.what}"
 
@@ -368,7 +369,8 @@ def _features(experiment: Experiment) -> int:
     return size
 
 
-def _size(n_bytes: int) -> str:
+def describe_bytes(n_bytes: int) -> str:
+    """For people: `45.2 MiB`."""
     amount, unit = float(n_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024 or unit == "GiB":

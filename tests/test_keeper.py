@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from dbctl import __version__, keeper, keeper_start
-from dbctl.caller import ANSWER, GONE, NO_KEEPER
+from dbctl.caller import ANSWER, GONE, NO_KEEPER, Call
 from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.keeper import RUNS_MAX, SILENT_MAX, node_name
 from dbctl.keeper_start import LOG, PREFIX, SOCKET, STOPPED
@@ -462,6 +462,22 @@ def test_the_caller_prints_an_answer(standing: Standing) -> None:
     status, out, _ = call(standing.path, b'{"do": "stop"}\n')
     assert f'{ANSWER}{{"stopped": true}}' in out
     wait_gone(standing.pid, limit_s=5.0)
+
+
+def test_an_answer_that_comes_at_once_is_heard(
+    standing: Standing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper has closed already when the caller goes on from its request."""
+    send = socket.send_fds
+
+    def send_slowly(*words: Any) -> int:
+        n_sent = send(*words)
+        time.sleep(0.2)
+        return n_sent
+
+    monkeypatch.setattr(socket, "send_fds", send_slowly)
+    with standing.connect() as connection:
+        assert Call(connection, b'{"do": "status"}\n').hold() == 0
 
 
 def test_the_caller_says_that_nobody_is_there(tmp_path: Path) -> None:

@@ -25,16 +25,27 @@ MAX_SHOWN_CLASSES = 20  # a wider matrix fits no terminal; --json has it whole
 @click.option("--workers", type=click.IntRange(1, 64), default=1, help="Processes that measure.")
 @click.option("--predictions", type=click.Path(), help="Write row,label,predicted,score as CSV.")
 @click.option("--bootstrap", is_flag=True, help="Bring dbctl to the hosts first.")
+@click.option("--cluster", metavar="NAME", help="On the hosts of a cluster (launch-cluster).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def evaluate(*, run_dir: str, as_json: bool, predictions: str | None, **options: Any) -> int:
+def evaluate(
+    *,
+    run_dir: str,
+    as_json: bool,
+    predictions: str | None,
+    cluster: str | None,
+    bootstrap: bool,
+    **options: Any,
+) -> int:
     """Measure a checkpoint on a data split."""
+    from dbctl.cli.cluster import cluster_of
     from dbctl.progress.display import make_display
     from dbctl.run import evaluate as run
     from dbctl.run.train import EXIT_CODES
 
     display = make_display(json=False, stderr_is_tty=sys.stderr.isatty(), quiet=True)
     where = Path(predictions) if predictions is not None else None
-    request = run.Request(predictions=where, **options)
+    hosts = cluster_of(cluster, bootstrap=bootstrap)
+    request = run.Request(predictions=where, cluster=hosts, bootstrap=bootstrap, **options)
     status, found = run.evaluate(run_dir, request, warn=display.warn)
     if found is not None:
         for line in [json_line(found)] if as_json else lines(found):

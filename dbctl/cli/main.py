@@ -37,6 +37,12 @@ COMMANDS = {
     "resume": Command("dbctl.cli.resume", "resume", "Go on from a run's newest good checkpoint."),
     "eval": Command("dbctl.cli.evaluate", "evaluate", "Measure a checkpoint on a data split."),
     "doctor": Command("dbctl.cli.doctor", "doctor", "Examine hosts, or this machine."),
+    "status": Command("dbctl.cli.status", "status", "Show clusters, or the nodes of a run."),
+    "logs": Command("dbctl.cli.status", "logs", "Print what the processes of a run wrote."),
+    "launch-cluster": Command(
+        "dbctl.cli.cluster", "launch_cluster", "Start agents that stay, on hosts."
+    ),
+    "stop-cluster": Command("dbctl.cli.cluster", "stop_cluster", "End a cluster and its runs."),
     "compare": Command("dbctl.cli.compare", "compare", "Print what runs took to one accuracy."),
     "validate": Command("dbctl.cli.check", "validate", "Check an experiment file."),
     "schema": Command("dbctl.cli.check", "schema", "Print the JSON Schema of experiment files."),

@@ -16,6 +16,7 @@ import click
     "--partitions", metavar="N,N,...", help="With --dry-run: costs and times for these counts."
 )
 @click.option("--bootstrap", is_flag=True, help="Bring dbctl to the hosts first.")
+@click.option("--cluster", metavar="NAME", help="On the hosts of a cluster (launch-cluster).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines on stdout.")
 @click.option("--quiet", is_flag=True, help="Only warnings and the last line.")
 def train(
@@ -26,13 +27,16 @@ def train(
     dry_run: bool,
     partitions: str | None,
     bootstrap: bool,
+    cluster: str | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
     """Start a run from an experiment file."""
+    from dbctl.cli.cluster import cluster_of
     from dbctl.progress.display import make_display
     from dbctl.run import train as run
 
+    hosts = cluster_of(cluster, bootstrap=bootstrap)
     if partitions is not None and not dry_run:
         raise click.UsageError("--partitions is for --dry-run")
     if dry_run:
@@ -40,9 +44,16 @@ def train(
         from dbctl.run.dry import dry_run as print_plan
 
         for line in print_plan(
-            file, overrides, partitions=partitions, as_json=as_json, warn=warn_absent
+            file,
+            overrides,
+            partitions=partitions,
+            as_json=as_json,
+            warn=warn_absent,
+            cluster=hosts,
         ):
             click.echo(line)
         return 0
     display = make_display(json=as_json, stderr_is_tty=sys.stderr.isatty(), quiet=quiet)
-    return run.train(file, overrides, run_dir=run_dir, display=display, bootstrap=bootstrap)
+    return run.train(
+        file, overrides, run_dir=run_dir, display=display, bootstrap=bootstrap, cluster=hosts
+    )

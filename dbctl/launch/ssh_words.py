@@ -72,8 +72,14 @@ def errand(agent: str, host: HostSpec, *, runtime: str, token: str, keeper: str 
 
 def ssh_command(one: Errand) -> list[str]:
     """The words of the ssh that brings up the agent."""
-    forward = ["-L", f"{one.forwarded}:{one.socket}"]
-    return _ssh(one.host, forward, [_python(one.host), "-P", "-m", "dbctl", "agent", "--stdin"])
+    part = ["caller", one.keeper] if one.keeper else ["agent", "--stdin"]
+    return dbctl_command(one.host, *part, forward=f"{one.forwarded}:{one.socket}")
+
+
+def dbctl_command(host: HostSpec, *part: str, forward: str = "") -> list[str]:
+    """The words of an ssh that runs one of dbctl's own processes on a host."""
+    more = ["-L", forward] if forward else []
+    return _ssh(host, more, [_python(host), "-P", "-m", "dbctl", *part])
 
 
 def bootstrap_command(host: HostSpec) -> list[str]:

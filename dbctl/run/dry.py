@@ -14,7 +14,9 @@ from dataclasses import asdict
 from dbctl.data.sources import open_source
 from dbctl.experiment.read import load
 from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
+from dbctl.launch.ssh_words import NOWHERE, Standing
 from dbctl.plan import Plan
+from dbctl.run.clusters import Cluster, overrides_on
 from dbctl.run.hosts import commands
 from dbctl.run.initial_run import absent
 from dbctl.run.methods import evaluation_lines
@@ -32,19 +34,22 @@ def dry_run(
     partitions: str | None,
     as_json: bool,
     warn: Callable[[str], None],
+    cluster: Cluster | None = None,
 ) -> Iterator[str]:
     """Lines of the plan and, for counts of partitions like `1,2,4`, of the forecast.
 
     DbctlError where the file, the data, the plan or a count is bad: before anything is measured.
     `warn` is told where the run of `initialize_from` is not there yet.
     """
+    overrides = overrides_on(cluster, overrides)
+    standing = NOWHERE if cluster is None else cluster.standing()
     counts = parse_counts(partitions) if partitions is not None else []
     plan = prepare(path, overrides)
     experiment = plan.experiment
     if missing := absent(experiment):
         warn(missing)
     if not counts:
-        yield from [json.dumps(plan_object(plan))] if as_json else text(plan)
+        yield from [json.dumps(plan_object(plan, standing))] if as_json else text(plan, standing)
         return
     from dbctl.run.speeds import measure
 
@@ -55,18 +60,20 @@ def dry_run(
     found, n = tables(experiment, cuts, speeds), experiment.optimizer.batch_size
     if as_json:
         forecast = as_object(found, batch_size=n, speeds=speeds)
-        yield json.dumps({**plan_object(plan), "forecast": forecast | {"threads": threads}})
+        yield json.dumps(
+            {**plan_object(plan, standing), "forecast": forecast | {"threads": threads}}
+        )
         return
-    yield from text(plan)
+    yield from text(plan, standing)
     yield ""
     yield from lines(found, batch_size=n)
 
 
-def text(plan: Plan) -> Iterator[str]:
+def text(plan: Plan, standing: Standing = NOWHERE) -> Iterator[str]:
     """The plan, and for hosts that ssh reaches their addresses and the commands."""
     yield from evaluation_lines(plan)
     yield from plan.lines()
-    for agent, host, words in commands(plan):
+    for agent, host, words in commands(plan, standing):
         n = sum(node.host == host.name for node in plan.nodes)
         slots = f" of {host.slots} slots" if host.slots is not None else ""
         yield ""
@@ -79,7 +86,7 @@ def text(plan: Plan) -> Iterator[str]:
         yield "between hosts: tcp, " + (ENCRYPTED if wired(plan, {}).encrypted else UNENCRYPTED)
 
 
-def plan_object(plan: Plan) -> dict[str, object]:
+def plan_object(plan: Plan, standing: Standing = NOWHERE) -> dict[str, object]:
     """The plan as plain values."""
     fetched, pushed = plan.bytes_a_step()
     return {
@@ -100,6 +107,6 @@ def plan_object(plan: Plan) -> dict[str, object]:
                 "command": words,
                 "is_sent": sets_for(plan, host.name),
             }
-            for agent, host, words in commands(plan)
+            for agent, host, words in commands(plan, standing)
         ],
     }

@@ -30,6 +30,7 @@ from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.evaluations import Measured
 from dbctl.run.bootstrap import bootstrapped
+from dbctl.run.clusters import Cluster, overrides_on, standing_on
 from dbctl.run.find import find
 from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.nodes import Nodes
@@ -62,6 +63,7 @@ MAX_TRIES = 5
 class Request:
     """`step`: which checkpoint (None: the newest good one); `predictions`: a CSV file to write;
     `bootstrap`: dbctl is brought to the hosts first.
+    `cluster`: where it is measured, instead of where the run was.
     """
 
     split: Split = "test"
@@ -69,6 +71,7 @@ class Request:
     workers: int = 1
     predictions: Path | None = None
     bootstrap: bool = False
+    cluster: Cluster | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,7 @@ def _evaluate(
     warn: Callable[[str], None],
     lease_s: float,
 ) -> tuple[str, Evaluation | None]:
-    experiment = load(str(run_dir.resolved))
+    experiment = load(str(run_dir.resolved), overrides_on(request.cluster, ()))
     for number in range(1, MAX_TRIES + 1):
         # A run that is going on may remove it meanwhile: `checkpoint: keep`.
         path = next(iter(checkpoints_by_step(run_dir.checkpoints).values()), None)
@@ -270,6 +273,7 @@ class _Task:
             ),
             wiring=self._wiring,
             warn=self._warn,
+            standing=standing_on(request.cluster, self._experiment, self._run_dir.path),
         )
         shipments = self._shipments(logs)
         session = Session(

@@ -24,7 +24,7 @@ from dbctl.experiment.specs import HostSpec, SshCluster
 from dbctl.launch.base import Launcher
 from dbctl.launch.local import LocalLauncher
 from dbctl.launch.ssh import SshLauncher
-from dbctl.launch.ssh_words import errand, ssh_command
+from dbctl.launch.ssh_words import NOWHERE, Standing, errand, ssh_command
 from dbctl.plan import Plan
 from dbctl.process import one_line
 from dbctl.run.findings import Needs
@@ -110,11 +110,12 @@ def launcher_of(
     needs: Mapping[str, Needs],
     wiring: Wiring,
     warn: Callable[[str], None],
+    standing: Standing = NOWHERE,
 ) -> Launcher:
     """Of one life of a run. `interrupted`: whether a signal has come while agents come up.
 
     `needs`: what is wanted of each host, by its name; `warn` is told what is less than that and can
-    be lived with.
+    be lived with. `standing`: where the hosts are those of a cluster that stays up.
     """
     hosts = members(plan)
     if not hosts:
@@ -127,13 +128,15 @@ def launcher_of(
         token=secrets.token_hex(TOKEN_BYTES),
         lease_s=lease_s,
         asked=asked_of(hosts, needs, wiring.address_of),
+        standing=standing,
         interrupted=interrupted,
     )
     return Preflight(launcher, hosts, needs, warn=warn)
 
 
-def commands(plan: Plan) -> Iterator[tuple[str, HostSpec, list[str]]]:
+def commands(plan: Plan, standing: Standing = NOWHERE) -> Iterator[tuple[str, HostSpec, list[str]]]:
     """(agent, host, words) as they would be run; RUNTIME and TOKEN are made anew for each run."""
     for agent, host in members(plan):
-        one = errand(agent, host, runtime="RUNTIME", token="TOKEN")
+        keeper = standing.keeper(host)
+        one = errand(agent, host, runtime="RUNTIME", token="TOKEN", keeper=keeper)
         yield agent, host, ssh_command(one)

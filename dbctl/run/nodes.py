@@ -10,6 +10,7 @@ its death is then told like any other; an agent that does not even do that is lo
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,11 +18,12 @@ from msgspec.structs import replace
 
 from dbctl.errors import LaunchError
 from dbctl.keys import KeyRow
-from dbctl.process import tail
+from dbctl.process import EXIT_ORPHANED, tail
 from dbctl.wire import Beat, Exited, Finish, Kill, Message, Peers, Ready, Start
 
 REPEAT_S = 1.0
 START_LIMIT_S = 60.0
+ORPHANED_S = 2.0  # an agent has ended that long after its nodes
 Sends = list[tuple[str, Message]]
 
 
@@ -227,6 +229,16 @@ def tail_beside(exited: Exited) -> str:
     """The log's tail; "" where it ends with the node's own word, which is told anyway."""
     told = bool(exited.word) and exited.log_tail.rstrip().endswith(f"failed: {exited.word}")
     return "" if told else exited.log_tail
+
+
+def why_orphaned(exited: Exited, failure: Callable[[], LaunchError | None]) -> LaunchError | None:
+    """Of a node that ended because its agent did: why that was, if it is known in a moment."""
+    deadline = time.monotonic() + ORPHANED_S
+    while exited.status == EXIT_ORPHANED and time.monotonic() < deadline:
+        if (error := failure()) is not None:
+            return error
+        time.sleep(0.02)
+    return None
 
 
 def describe_end(exited: Exited) -> str:

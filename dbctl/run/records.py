@@ -7,7 +7,7 @@ of metrics.jsonl has `event` and `time` (seconds of training, earlier lives of t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dbctl.errors import RunError
@@ -15,7 +15,7 @@ from dbctl.progress.display import Display
 from dbctl.progress.text import Snapshot
 from dbctl.roles.base import Record
 from dbctl.roles.leader import Leader
-from dbctl.run.nodes import Nodes, describe_end, tail_beside
+from dbctl.run.nodes import Node, Nodes, describe_end, tail_beside
 from dbctl.run.saver import Saved
 from dbctl.rundir import Metrics, RunDir
 from dbctl.wire import Exited
@@ -44,6 +44,7 @@ class RunRecords:
         self._status_at = 0.0
         self._steps: dict[str, tuple[int, float]] = {}
         self._warned: set[str] = set()
+        self._told: dict[str, dict[str, Any]] = {}  # the last report of each node
         self.checkpoint: Saved | None = None
         self.save_error = ""
 
@@ -68,6 +69,8 @@ class RunRecords:
         fields = dict(record.fields)
         measured = fields.pop("measured", None)
         self.append(record.event, **fields)
+        if record.event in ("worker", "shard"):
+            self._told[fields["node"]] = fields
         match record.event:
             case "evaluation":
                 self._display.event("evaluation", _describe_measured(fields), fields)
@@ -146,12 +149,7 @@ class RunRecords:
             "refused": figures.refused(),
             "checkpoint": str(self.checkpoint.path) if self.checkpoint else None,
             "nodes": {
-                name: {
-                    "pid": node.pid,
-                    "alive": node.alive,
-                    "steps": node.steps,
-                    "rss_bytes": node.rss_bytes,
-                }
+                name: node_fields(node, self._told.get(name, {}))
                 for name, node in nodes.nodes.items()
             },
         }
@@ -186,6 +184,34 @@ class RunRecords:
                 self._warned.discard(f"stuck {name}")
             elif now - since > STUCK_S and self._coordinator.is_working(name):
                 self._warn_once(f"stuck {name}", f"{name} has made no step for {STUCK_S:.0f} s")
+
+
+def node_fields(node: Node, told: Mapping[str, Any]) -> dict[str, Any]:
+    """A node in status.json; `told` are the fields of its last report, if it makes any.
+
+    Bytes are those of parameters and gradients, and what a worker gives to other partitions.
+    """
+    if node.exited is not None:
+        state = describe_end(node.exited) if node.exited.status else "ended"
+    else:
+        state = str(told.get("state", "up" if node.endpoint else "starting"))
+    is_worker = "bytes_pushed" in told
+    counts = {} if "bytes_in" in told else told.get("staleness", {})
+    total = sum(counts.values())
+    sent = told["bytes_pushed"] + told["bytes_exchanged"] if is_worker else told.get("bytes_out")
+    return {
+        "host": node.host,
+        "agent": node.agent,
+        "state": state,
+        "pid": node.pid,
+        "alive": node.alive,
+        "steps": node.steps,
+        "examples_per_second": told.get("examples_per_second"),
+        "staleness": sum(value * n for value, n in counts.items()) / total if total else None,
+        "rss_bytes": node.rss_bytes,
+        "bytes_in": told.get("bytes_fetched" if is_worker else "bytes_in"),
+        "bytes_out": sent,
+    }
 
 
 def _describe_shipment(fields: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from dbctl.plan import Plan
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.run.bootstrap import bootstrapped
+from dbctl.run.clusters import Cluster, overrides_on, standing_on
 from dbctl.run.find import find
 from dbctl.run.hosts import wire
 from dbctl.run.methods import METHOD, described, state_vectors
@@ -90,14 +91,16 @@ def resume(
     bootstrap: bool = False,
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
+    cluster: Cluster | None = None,
 ) -> int:
-    """Another life of the run in directory `path`; its exit status.
+    """Another life of the run in directory `path`; its exit status. `cluster`: where it goes on.
 
     `bootstrap`: dbctl is brought to the hosts first.
 
     UsageError: no run directory, one whose run is going on, or a key that may not change.
     CheckpointError: nothing was saved, nothing good was, or it is of another network or data.
     """
+    overrides = overrides_on(cluster, overrides)
     with Signals() as signals, find(path) as run_dir:
         run_dir.lock()
         found = prepare(run_dir, overrides)
@@ -126,6 +129,7 @@ def resume(
             wiring=found.wiring,
             shipments=shipments_of(found.plan, found.train, found.test, directory=run_dir.path),
             needs=needs_of(found.plan, found.train, found.test, encrypted=found.wiring.encrypted),
+            standing=standing_on(cluster, found.plan.experiment, run_dir.path),
         )
         life.coordinator.figures.first_loss = found.checkpoint.manifest.extra.get("first_loss")
         return life.run(signals, lease_s=lease_s, factories=factories)

@@ -25,7 +25,7 @@ from dbctl.process import beat_s
 from dbctl.rights import Rights
 from dbctl.roles.base import Done, Effects, Record, Save, Send
 from dbctl.roles.leader import Leader
-from dbctl.run.nodes import Node, Nodes, died
+from dbctl.run.nodes import Node, Nodes, died, why_orphaned
 from dbctl.run.pulse import Pulse
 from dbctl.run.saver import Saved, Saver
 from dbctl.run.shipments import Shipments
@@ -288,7 +288,9 @@ class Session:
         assert self._outcome is not None
         if self._outcome.status != "done" and self._outcome.reason:
             host = self._nodes.nodes[exited.node].host
-            error = died(exited.node, exited, host=host, log_path=self._log_path(exited.node))
+            path = self._log_path(exited.node)
+            error = why_orphaned(exited, self._launcher.failure)
+            error = error or died(exited.node, exited, host=host, log_path=path)
             self._outcome = replace(self._outcome, error=error)
 
     def _take_saved(self, now: float) -> None:

@@ -25,7 +25,8 @@ from dbctl.experiment.read import load, locate
 from dbctl.experiment.resolve import to_yaml
 from dbctl.experiment.specs import Experiment
 from dbctl.experiment.tree import problem
-from dbctl.launch.base import make_runtime
+from dbctl.launch.base import Launcher, make_runtime
+from dbctl.launch.ssh_words import NOWHERE, Standing
 from dbctl.plan import Plan
 from dbctl.process import one_line
 from dbctl.progress.display import Display
@@ -33,6 +34,7 @@ from dbctl.progress.text import Summary
 from dbctl.roles.base import Save
 from dbctl.roles.cuts import CompleteCut
 from dbctl.run.bootstrap import bootstrapped
+from dbctl.run.clusters import Cluster, overrides_on, standing_on
 from dbctl.run.findings import Needs
 from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.initial_run import settle
@@ -88,11 +90,14 @@ def train(
     lease_s: float = LEASE_S,
     factories: Mapping[str, str] | None = None,
     wire: Callable[[Plan], Wiring] = wire,
+    cluster: Cluster | None = None,
 ) -> int:
     """A new run; its exit status. DbctlError where it cannot begin.
 
-    `bootstrap`: dbctl is brought to the hosts first. `wire` says which nodes share a host.
+    `bootstrap`: dbctl is brought to the hosts first. `wire` says which nodes share a host;
+    `cluster`, whose hosts it is on instead of the file's.
     """
+    overrides = overrides_on(cluster, overrides)
     with Signals() as signals:
         experiment = resolve_threads(load(path, overrides))
         train_data, test_data = open_data(experiment)
@@ -125,6 +130,7 @@ def train(
                 wiring=wiring,
                 shipments=shipments_of(plan, train_data, test_data, directory=directory.path),
                 needs=needs_of(plan, train_data, test_data, encrypted=wiring.encrypted),
+                standing=standing_on(cluster, experiment, directory.path),
             )
             return life.run(signals, lease_s=lease_s, factories=factories)
 
@@ -146,6 +152,7 @@ class Life:
 
     `data` is the digest of the training data: every checkpoint keeps it. `wiring`: which nodes
     share a host. `shipments`: what hosts are sent of the data; `needs`: what they must have.
+    `standing`: who starts the agents there, of a cluster that stays up.
     """
 
     def __init__(
@@ -159,11 +166,13 @@ class Life:
         wiring: Wiring,
         shipments: Shipments,
         needs: Mapping[str, Needs],
+        standing: Standing = NOWHERE,
     ) -> None:
         self.plan = plan
         self.shipments = shipments
         self.wiring = wiring
         self.needs = needs
+        self.standing = standing
         self.run_dir = run_dir
         self.display = display
         self.origin = origin
@@ -200,17 +209,7 @@ class Life:
             session = Session(
                 run=self.run_id,
                 runtime=runtime,
-                launcher=launcher_of(
-                    self.plan,
-                    run=self.run_id,
-                    runtime=runtime,
-                    logs=self.run_dir.logs,
-                    lease_s=lease_s,
-                    interrupted=lambda: signals.count > 0,
-                    needs=self.needs,
-                    wiring=self.wiring,
-                    warn=self.display.warn,
-                ),
+                launcher=self._launcher(signals, runtime=runtime, lease_s=lease_s),
                 coordinator=self.coordinator,
                 records=records,
                 signals=signals,
@@ -246,6 +245,20 @@ class Life:
                 self._finish(records, session, Outcome(status="failed", error=error))
                 return error.exit_code
             return self._finish(records, session, outcome)
+
+    def _launcher(self, signals: Signals, *, runtime: str, lease_s: float) -> Launcher:
+        return launcher_of(
+            self.plan,
+            run=self.run_id,
+            runtime=runtime,
+            logs=self.run_dir.logs,
+            lease_s=lease_s,
+            interrupted=lambda: signals.count > 0,
+            needs=self.needs,
+            wiring=self.wiring,
+            warn=self.display.warn,
+            standing=self.standing,
+        )
 
     def _make_saver(self, wake: object) -> Saver:
         assert callable(wake)

@@ -1,0 +1,75 @@
+"""`dbctl launch-cluster HOSTS.yaml` and `dbctl stop-cluster NAME`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from dbctl.process import escape_line
+
+if TYPE_CHECKING:
+    from dbctl.run.clusters import Cluster
+
+
+def cluster_of(name: str | None, *, bootstrap: bool) -> Cluster | None:
+    """What --cluster of another command names; None where it is not given."""
+    if name is None:
+        return None
+    if bootstrap:
+        raise click.UsageError(
+            "--bootstrap is for launch-cluster: the agents of a cluster stand already"
+        )
+    from dbctl.run.clusters import read
+
+    return read(name)
+
+
+@click.command("launch-cluster")
+@click.argument("hosts", metavar="HOSTS.yaml", type=click.Path())
+@click.option("--name", metavar="NAME", help="What to call it; default: the file's name.")
+@click.option("--bootstrap", is_flag=True, help="Bring dbctl to the hosts first.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def launch_cluster(*, hosts: str, name: str | None, bootstrap: bool, as_json: bool) -> None:
+    """Start an agent on each host of a file, and leave them running.
+
+    `dbctl train --cluster NAME` runs on them. They end by `dbctl stop-cluster NAME`, or after 12
+    hours without a run.
+    """
+    from dbctl.run import clusters, show
+
+    def tell(text: str) -> None:
+        click.echo(escape_line(text), err=True)
+
+    cluster = clusters.launch(hosts, name, bootstrap=bootstrap, tell=tell)
+    if as_json:
+        click.echo(json.dumps(show.launched_object(cluster)))
+        return
+    for line in show.launched_lines(cluster):
+        click.echo(line)
+
+
+@click.command("stop-cluster")
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Forget it, also where hosts cannot be reached.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def stop_cluster(*, name: str, force: bool, as_json: bool) -> int:
+    """End the agents of a cluster, and the runs that are on it."""
+    from dbctl.run import clusters, show
+
+    cluster = clusters.read(name)
+    found = clusters.stop(cluster, force=force)
+    if as_json:
+        click.echo(json.dumps(show.cluster_object(cluster, found)))
+    else:
+        for line in show.cluster_lines(cluster, found):
+            click.echo(line)
+    left = [one.host.name for one in found if one.state not in ("stopped", "gone")]
+    if left and not force:
+        what = f"{', '.join(left)}: its agent may live; run this again when it can be reached, or"
+        click.echo(escape_line(f"dbctl: error: {what} give --force to forget it"), err=True)
+    elif left:
+        what = f"an agent that lives on {', '.join(left)} ends after 12 hours without a run"
+        click.echo(escape_line(f"warning: {what}"), err=True)
+    return 1 if left and not force else 0

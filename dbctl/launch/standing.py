@@ -1,0 +1,156 @@
+"""Keepers on the hosts of a cluster: brought up on all or on none, asked, and ended.
+
+Rules of this file: all hosts at once, over ssh, each with its own outcome; every wait has an end.
+How a keeper works is in `dbctl.keeper`; runs reach it by `dbctl.launch.ssh`.
+
+Theory of operation. A keeper says READY and stays only when told so, which happens once all are
+ready: until then each ends with its ssh, so a failure anywhere leaves nothing. Whoever does not
+answer to that last word leaves the others to be stopped. Questions go through `dbctl.caller`, and
+only it can tell a keeper that is gone from a host that cannot be reached.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dbctl.caller import ANSWER, NO_KEEPER
+from dbctl.errors import LaunchError
+from dbctl.experiment.specs import HostSpec
+from dbctl.keeper import STAY
+from dbctl.launch.base import ReadyLine, SaidLine
+from dbctl.launch.ssh_talk import Talk, end_all, hear
+from dbctl.launch.ssh_words import dbctl_command
+
+READY_LIMIT_S = 30.0
+STAYS_LIMIT_S = 10.0
+ASK_LIMIT_S = 10.0
+STOP_LIMIT_S = 25.0  # a keeper gives its agents five seconds, and as many again
+END_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeper:
+    """One that stays on `host`: its control socket, process number and Python there."""
+
+    host: HostSpec
+    socket: str
+    pid: int
+    python: str
+
+
+def options(cluster: str, host: HostSpec, *, idle_s: float | None = None) -> str:
+    """What a keeper reads on standard input, one line of JSON."""
+    values: dict[str, object] = {
+        "cluster": cluster,
+        "workdir": host.workdir,
+        "env": dict(variable.split("=", 1) for variable in host.env),
+    }
+    if idle_s is not None:
+        values["idle"] = idle_s
+    return json.dumps(values) + "\n"
+
+
+def bring_up(
+    cluster: str, hosts: Sequence[HostSpec], *, idle_s: float | None = None
+) -> list[Keeper]:
+    """One keeper on each host, or none: then an ExceptionGroup has the LaunchErrors of all."""
+    with tempfile.TemporaryDirectory(prefix="dbctl-launch-") as logs:
+        talks = [
+            Talk(
+                "keeper",
+                host,
+                dbctl_command(host, "keeper", "--stdin"),
+                text=options(cluster, host, idle_s=idle_s),
+                make_said=ReadyLine,
+                log_path=Path(logs) / f"{host.name}.log",
+            )
+            for host in hosts
+        ]
+        try:
+            for talk in talks:
+                talk.start()
+            hear(talks, time.monotonic() + READY_LIMIT_S)
+            _check(talks)
+            ready = [talk.heard or {} for talk in talks]
+            try:
+                for talk in talks:
+                    talk.ask(f"{STAY.decode()}\n", "STAYS")
+                hear(talks, time.monotonic() + STAYS_LIMIT_S)
+                _check(talks)
+            except BaseException:
+                ask([(h, str(r["endpoint"])) for h, r in zip(hosts, ready, strict=True)], "stop")
+                raise
+        finally:
+            end_all(talks, END_LIMIT_S)
+        return [
+            Keeper(
+                host=talk.host,
+                socket=str(fields["endpoint"]),
+                pid=int((talk.heard or {}).get("pid", 0)),
+                python=str(fields.get("python", "")),
+            )
+            for talk, fields in zip(talks, ready, strict=True)
+        ]
+
+
+def _check(talks: Sequence[Talk]) -> None:
+    errors = [_without_log(talk.error) for talk in talks if talk.error is not None]
+    if errors:
+        raise ExceptionGroup("no keepers", errors)
+
+
+def _without_log(error: LaunchError) -> LaunchError:
+    """The log's tail stays in it; the file goes."""
+    error.log_path = ""
+    return error
+
+
+Reply = dict[str, Any] | LaunchError
+
+
+def ask(rows: Sequence[tuple[HostSpec, str]], what: str) -> list[Reply]:
+    """The answer of each keeper, given by host and socket, to `status` or `stop`.
+
+    Who does not answer has the error in its place; `is_gone` says whether that means its end.
+    """
+    if not rows:
+        return []
+    with tempfile.TemporaryDirectory(prefix="dbctl-ask-") as logs:
+        talks = [
+            Talk(
+                "keeper",
+                host,
+                dbctl_command(host, "caller", socket),
+                text=json.dumps({"do": what}) + "\n",
+                make_said=lambda: SaidLine(ANSWER.strip()),
+                log_path=Path(logs) / f"{number}.log",
+            )
+            for number, (host, socket) in enumerate(rows)
+        ]
+        limit_s = STOP_LIMIT_S if what == "stop" else ASK_LIMIT_S
+        try:
+            for talk in talks:
+                talk.start()
+            hear(talks, time.monotonic() + limit_s)
+        finally:
+            # An answer is the last that is said; who gives none is not waited for any more.
+            end_all(talks, END_LIMIT_S if all(talk.heard for talk in talks) else 0.0)
+        return [
+            talk.heard
+            if talk.heard is not None
+            else _without_log(talk.failed("no answer"))
+            if talk.error is None
+            else _without_log(talk.error)
+            for talk in talks
+        ]
+
+
+def is_gone(reply: Reply) -> bool:
+    """Whether the host itself says that no keeper is there."""
+    return isinstance(reply, LaunchError) and NO_KEEPER in reply.log_tail

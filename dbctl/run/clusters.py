@@ -1,0 +1,258 @@
+"""Clusters that stay up: which there are, how one begins and ends, what its keepers say.
+
+    $XDG_STATE_HOME/dbctl/clusters/NAME.json      (default ~/.local/state), 0600 in a 0700 directory
+
+Rules of this file: a file is there from the moment that keepers stay until all of them are gone;
+it has no secret in it. Several commands may work at once: a file appears whole or not at all, and
+only where there was none.
+
+Theory of operation. What is known here is only where the keepers are; whether they live, and what
+runs, they are asked. A host that does not answer is a row of the answer, and no failure: its
+keeper may live. Only a host that says itself that no keeper is there has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dbctl import __version__
+from dbctl.envelope import PROTOCOL_VERSION
+from dbctl.errors import LaunchError, RunError, UsageError, reason
+from dbctl.experiment.read import load_hosts
+from dbctl.experiment.specs import Experiment, HostSpec
+from dbctl.launch.bootstrap import nobody
+from dbctl.launch.ssh_words import NOWHERE, Standing
+from dbctl.launch.standing import Keeper, Reply, ask, bring_up, is_gone
+from dbctl.run.bootstrap import bootstrap as bring_dbctl
+from dbctl.run.findings import of_error, refusal
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+FILE_VERSION = 1
+# What of a cluster's hosts a run may set anew; who they are, and how many, is the cluster's.
+OWN = re.compile(r"cluster\.(encryption|hosts\.\d+\.(address|slots|threads|labels|workdir|env))\b")
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """One file: the keepers as they were when they were brought up."""
+
+    version: int
+    name: str
+    dbctl: str
+    protocol: int
+    launched: str  # ISO 8601 with the offset from UTC
+    keepers: tuple[Keeper, ...]
+
+    def standing(self, **table: str) -> Standing:
+        """Where a run finds its keepers, and what they tell of it: its name, its directory."""
+        who = f"{getpass.getuser()}@{os.uname().nodename}"
+        sockets = {one.host.name: one.socket for one in self.keepers}
+        return Standing(sockets=sockets, table={"user": who, **table})
+
+    def overrides(self, given: Sequence[str]) -> list[str]:
+        """What puts its hosts into an experiment, then `given`, texts of --set.
+
+        UsageError: one of `given` is about which hosts there are.
+        """
+        for override in given:
+            if re.match(r"\s*cluster\b", override) and not OWN.match(override.strip()):
+                raise UsageError(
+                    f"--set {override}: --cluster {self.name} says already which hosts there are"
+                )
+        hosts = msgspec.json.encode([asdict(one.host) for one in self.keepers]).decode()
+        return ["cluster.launcher=ssh", f"cluster.hosts={hosts}", *given]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A host of a cluster. `state`: up, stopping, gone, unreachable; `why` of the last."""
+
+    host: HostSpec
+    state: str
+    why: str = ""
+    said: dict[str, Any]
+
+
+def overrides_on(cluster: Cluster | None, given: Sequence[str]) -> Sequence[str]:
+    """Texts of --set of a run that is on `cluster`, or on none."""
+    return given if cluster is None else cluster.overrides(given)
+
+
+def standing_on(cluster: Cluster | None, experiment: Experiment, run_dir: Path) -> Standing:
+    """Who starts the agents of a run that is on `cluster`, or on none."""
+    if cluster is None:
+        return NOWHERE
+    return cluster.standing(name=experiment.name, run_dir=str(run_dir.absolute()))
+
+
+# ------------------------------------------------------------------------------------ the files
+
+
+def directory() -> Path:
+    base = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
+    return home / "dbctl" / "clusters"
+
+
+def known() -> list[str]:
+    """The names of all clusters that were launched and not stopped, in order."""
+    names = (path.name.removesuffix(".json") for path in directory().glob("*.json"))
+    return sorted(name for name in names if re.fullmatch(NAME, name))
+
+
+def read(name: str) -> Cluster:
+    """UsageError: there is none of that name; RunError: its file is damaged."""
+    path = _path(name)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise UsageError(f"there is no cluster {name}; {describe_known()}") from error
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {reason(error)}") from error
+    try:
+        found = msgspec.json.decode(data, type=Cluster)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RunError(f"{path}: damaged: {error}; remove it once its keepers are gone") from error
+    if found.version != FILE_VERSION:
+        raise RunError(f"{path}: of another version of dbctl, {found.dbctl}: use that")
+    return found
+
+
+def describe_known() -> str:
+    names = known()
+    if not names:
+        return "none is known here: `dbctl launch-cluster HOSTS.yaml` makes one"
+    return f"known here: {', '.join(names)}"
+
+
+def _path(name: str) -> Path:
+    if not re.fullmatch(NAME, name):
+        raise UsageError(
+            f"{name!r} is no cluster's name: expected up to 64 letters, digits and `_.-`, the "
+            "first a letter or digit; give --name"
+        )
+    return directory() / f"{name}.json"
+
+
+def _write(cluster: Cluster) -> None:
+    """FileExistsError: there is one of that name; OSError: it cannot be written."""
+    path = _path(cluster.name)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{cluster.name}.{secrets.token_hex(4)}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(cluster), indent=2) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)  # unlike a rename, it takes nobody's place
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+# ----------------------------------------------------------------------------- launch, look, stop
+
+
+def launch(
+    path: str,
+    name: str | None,
+    *,
+    bootstrap: bool = False,
+    tell: Callable[[str], object] = nobody,
+) -> Cluster:
+    """Keepers on all hosts of a file, or on none. `bootstrap`: dbctl is brought there first.
+
+    ExperimentError, UsageError: the file or the name; LaunchError: all hosts where none came up.
+    `tell` is told what takes its time.
+    """
+    name = name if name is not None else Path(path).stem
+    file = _path(name)
+    hosts = load_hosts(path)
+    if file.exists():
+        _make_way(read(name))
+    if bootstrap:
+        hosts = bring_dbctl(hosts, tell=tell)
+    try:
+        keepers = bring_up(name, hosts)
+    except ExceptionGroup as group:
+        error = refusal(
+            [of_error(e) for e in group.exceptions if isinstance(e, LaunchError)], len(hosts)
+        )
+        assert error is not None
+        raise error from group
+    cluster = Cluster(
+        version=FILE_VERSION,
+        name=name,
+        dbctl=__version__,
+        protocol=PROTOCOL_VERSION,
+        launched=datetime.now().astimezone().isoformat(timespec="seconds"),
+        keepers=tuple(keepers),
+    )
+    try:
+        _write(cluster)
+    except BaseException as error:
+        ask(_rows(cluster), "stop")
+        if isinstance(error, FileExistsError):
+            raise UsageError(f"another command has just launched a cluster {name}") from error
+        if isinstance(error, OSError):
+            raise UsageError(f"{file}: cannot be written: {reason(error)}") from error
+        raise
+    return cluster
+
+
+def _make_way(cluster: Cluster) -> None:
+    """Forgets a cluster that has no keeper any more; UsageError where one may live."""
+    left = [one for one in look(cluster) if one.state != "gone"]
+    if left:
+        states = ", ".join(f"{one.host.name} is {one.state}" for one in left)
+        raise UsageError(
+            f"there is a cluster {cluster.name} already ({states}): give --name another, or stop "
+            f"that one, `dbctl stop-cluster {cluster.name}`"
+        )
+    _path(cluster.name).unlink(missing_ok=True)
+
+
+def look(cluster: Cluster) -> list[Seen]:
+    """Each host as its keeper tells of it, within ten seconds."""
+    replies = ask(_rows(cluster), "status")
+    return [_seen(one, reply) for one, reply in zip(cluster.keepers, replies, strict=True)]
+
+
+def _seen(one: Keeper, reply: Reply) -> Seen:
+    if isinstance(reply, LaunchError):
+        if is_gone(reply):
+            return Seen(host=one.host, state="gone", said={})
+        why = "; ".join([reply.what, *reply.log_tail.splitlines()[-1:]])
+        return Seen(host=one.host, state="unreachable", why=why, said={})
+    return Seen(host=one.host, state=str(reply.get("state", "up")), said=reply)
+
+
+def stop(cluster: Cluster, *, force: bool = False) -> list[Seen]:
+    """Ends the keepers and the runs on them: what became of each (stopped, gone, unreachable).
+
+    The cluster is forgotten once all are gone; with `force`, also where hosts cannot be reached.
+    """
+    replies = ask(_rows(cluster), "stop")
+    found = []
+    for one, reply in zip(cluster.keepers, replies, strict=True):
+        seen = _seen(one, reply)
+        is_stopped = isinstance(reply, dict) and reply.get("stopped") is True
+        found.append(Seen(host=one.host, state="stopped", said={}) if is_stopped else seen)
+    if force or all(one.state in ("stopped", "gone") for one in found):
+        _path(cluster.name).unlink(missing_ok=True)
+    return found
+
+
+def _rows(cluster: Cluster) -> list[tuple[HostSpec, str]]:
+    return [(one.host, one.socket) for one in cluster.keepers]

@@ -1,0 +1,354 @@
+"""Clusters that stay up: over sshd on loopback, and on three hosts (tests/cluster/netns.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dbctl.keeper_start import PREFIX
+from tests.cluster.runs import ENDLESS, ROOT, TrainRun, kill, state, wait_for
+from tests.cluster.sshd import Sshd
+from tests.cluster.test_ssh_runs import EXPERIMENT, bits
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with Sshd(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
+
+
+class Done:
+    """One command of the command line, from its start to its end."""
+
+    def __init__(self, *words: str, limit_s: float = 40.0, **env: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "dbctl", *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+        self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
+        assert "Traceback" not in self.err, self.err
+
+    def ok(self) -> str:
+        assert self.status == 0, self.out + self.err
+        return self.out
+
+    def json(self) -> dict[str, Any]:
+        found = json.loads(self.ok())
+        assert isinstance(found, dict)
+        return found
+
+
+class Place:
+    """Where the clusters of a test are known, and their hosts' files; nothing stays after it."""
+
+    def __init__(self, sshd: Sshd, tmp_path: Path) -> None:
+        self.sshd = sshd
+        self.path = tmp_path
+        self.file = tmp_path / "three.yaml"
+        self.before = set(Path("/tmp").glob(f"{PREFIX}*"))
+
+    def hosts(self, *names: str, **changes: Any) -> list[dict[str, Any]]:
+        there = {"python": str(self.sshd.python), "workdir": str(self.path / "there")}
+        return [{"name": name, "ssh": "plain", **there, **changes} for name in names]
+
+    def launch(self, *hosts: dict[str, Any], words: tuple[str, ...] = ()) -> Done:
+        self.file.write_text(json.dumps({"version": 1, "hosts": list(hosts)}))
+        return Done("launch-cluster", str(self.file), *words)
+
+    def state_file(self, name: str = "three") -> Path:
+        return Path(os.environ["XDG_STATE_HOME"]) / "dbctl" / "clusters" / f"{name}.json"
+
+    def pids(self, name: str = "three") -> list[int]:
+        return [one["pid"] for one in json.loads(self.state_file(name).read_text())["keepers"]]
+
+    def directories(self) -> list[Path]:
+        return sorted(set(Path("/tmp").glob(f"{PREFIX}*")) - self.before)
+
+    def left(self) -> list[str]:
+        found = [str(path) for path in Path("/tmp").glob("dbctl-????????????????-*")]
+        found += [str(path) for path in (self.path / "there").glob("*")]
+        return found + [str(path) for path in self.directories()]
+
+
+@pytest.fixture
+def place(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("PATH", sshd.path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    there = Place(sshd, tmp_path)
+    yield there
+    for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*.json"):
+        Done("stop-cluster", path.name.removesuffix(".json"))
+    wait_for(lambda: not there.left(), f"nothing left of {there.left()}", 10.0)
+
+
+def gone(*pids: int) -> bool:
+    return all(state(pid) in ("", "Z") for pid in pids)
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    return EXPERIMENT | changes
+
+
+# ------------------------------------------------------------------------------ launching, stopping
+
+
+def test_a_cluster_is_launched_known_and_stopped(place: Place) -> None:
+    told = place.launch(*place.hosts("a", "b")).ok()
+    pids = place.pids()
+    assert re.search(rf"^a +plain +- +{pids[0]} ", told, flags=re.MULTILINE), told
+    assert "cluster three stands on 2 hosts: dbctl train FILE.yaml --cluster three" in told
+    file = place.state_file()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert len(place.directories()) == 2
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in place.directories())
+    assert all(state(pid) for pid in pids)
+    found = Done("status", "--json").json()["clusters"]
+    assert [one["cluster"] for one in found] == ["three"]
+    assert [host["state"] for host in found[0]["hosts"]] == ["up", "up"], found
+    stopped = Done("stop-cluster", "three").ok()
+    assert re.search(r"^a  stopped$", stopped, flags=re.MULTILINE), stopped
+    assert not file.exists()
+    wait_for(lambda: gone(*pids), "its keepers to be reaped", 2.0)
+    assert place.left() == []
+    assert "no clusters; none is known here: `dbctl launch-cluster" in Done("status").ok()
+
+
+def test_all_or_nothing(place: Place) -> None:
+    good, bad = place.hosts("good", "bad")
+    done = place.launch(good, bad | {"ssh": "refused"}, bad | {"name": "bare", "python": "/none"})
+    assert done.status == 3
+    assert "2 of 3 hosts are not ready, and nothing was started" in done.err
+    assert "Connection refused" in done.err
+    assert "there is no /none" in done.err
+    assert not place.state_file().exists()
+    assert place.left() == []
+
+
+def test_a_name_in_use_is_refused_until_its_keepers_are_gone(place: Place) -> None:
+    place.launch(*place.hosts("a")).ok()
+    [pid] = place.pids()
+    again = place.launch(*place.hosts("a"))
+    assert again.status == 2
+    assert "there is a cluster three already (a is up): give --name another" in again.err
+    assert place.launch(*place.hosts("a"), words=("--name", "other")).status == 0
+    kill(pid)
+    status = Done("status", "three", "--json").json()
+    assert [host["state"] for host in status["hosts"]] == ["gone"]
+    place.launch(*place.hosts("a")).ok()
+    assert place.pids() != [pid]
+    assert len(place.directories()) == 2, "what the killed one left is gone"
+
+
+def test_a_host_that_cannot_be_reached_is_a_row_and_is_not_forgotten(place: Place) -> None:
+    place.launch(*place.hosts("a", "b")).ok()
+    file = place.state_file()
+    text = file.read_text()
+    data = json.loads(text)
+    data["keepers"][1]["host"]["ssh"] = "refused"
+    file.write_text(json.dumps(data))
+    told = Done("status", "three").ok()
+    assert re.search(r"^a  up, 0 runs, for ", told, flags=re.MULTILINE), told
+    assert re.search(r"^b  unreachable: .*exit status 255", told, flags=re.MULTILINE), told
+    done = Done("stop-cluster", "three")
+    assert done.status == 1
+    assert "b: its agent may live" in done.err
+    assert file.exists()
+    data["keepers"][1]["host"]["ssh"] = "plain"
+    file.write_text(json.dumps(data))
+    assert re.search(r"^a  gone\nb  stopped$", Done("stop-cluster", "three").ok(), re.MULTILINE)
+    assert not file.exists()
+
+
+def test_force_forgets_what_cannot_be_reached(place: Place) -> None:
+    place.launch(*place.hosts("a")).ok()
+    data = json.loads(place.state_file().read_text())
+    [pid] = place.pids()
+    data["keepers"][0]["host"]["ssh"] = "refused"
+    place.state_file().write_text(json.dumps(data))
+    done = Done("stop-cluster", "three", "--force")
+    assert done.status == 0
+    assert "an agent that lives on a ends after 12 hours without a run" in done.err
+    assert not place.state_file().exists()
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: gone(pid), "the keeper to end")
+
+
+@pytest.mark.parametrize("words", [("train", "x.yaml"), ("resume", "x"), ("eval", "x")])
+def test_an_unknown_cluster_is_told(place: Place, words: tuple[str, ...]) -> None:
+    done = Done(*words, "--cluster", "nowhere")
+    assert done.status == 2
+    assert "there is no cluster nowhere; none is known here" in done.err
+
+
+# --------------------------------------------------------------------------------------------- runs
+
+
+def test_train_resume_and_eval_on_a_cluster_have_the_bits_of_local_ones(place: Place) -> None:
+    """Rung 8 of the ladder. The run can be gone on with anywhere: it says by itself what it is."""
+    place.launch(*place.hosts("a", "b", address="127.0.0.1")).ok()
+    found = []
+    for name, words in (("local", ()), ("standing", ("--cluster", "three"))):
+        with TrainRun(place.path, experiment(), *words, name=name) as run:
+            assert run.finish() == 0, run.story()
+        first = bits(run.dir)
+        Done("resume", str(run.dir), "--set", "stop.steps=100", *words).ok()
+        measured = Done("eval", str(run.dir), "--json", *words).json()
+        found.append((first, bits(run.dir), measured["loss"], measured["accuracy"]))
+    assert found[0] == found[1]
+    assert found[1][1][0] == 100
+    resolved = (place.path / "standing" / "resolved.yaml").read_text()
+    assert "launcher: ssh" in resolved
+    assert "name: b" in resolved
+    assert [h["runs"] for h in Done("status", "three", "--json").json()["hosts"]] == [[], []]
+
+
+def test_two_runs_at_once_are_seen_and_do_not_meet(place: Place) -> None:
+    place.launch(*place.hosts("a", "b", address="127.0.0.1", slots=4)).ok()
+    on = ("--cluster", "three")
+    with (
+        TrainRun(place.path, experiment(stop=ENDLESS), *on, name="one") as one,
+        TrainRun(place.path, experiment(stop={"steps": 300}), *on, name="two") as two,
+    ):
+        one.until_train()
+        assert two.process.wait(40.0) == 0, two.story()
+        hosts = Done("status", "three", "--json").json()["hosts"]
+        assert [len(host["runs"]) for host in hosts] == [1, 1]
+        run = hosts[0]["runs"][0]
+        assert run["run_dir"] == str(one.dir)
+        assert run["name"] == "over-ssh"
+        nodes = [node for host in hosts for node in host["runs"][0]["nodes"]]
+        assert sorted(n["node"] for n in nodes) == ["shard-0", "shard-1", "worker-0.0"]
+        assert all(n["rss_bytes"] > 1 << 20 and state(n["pid"]) for n in nodes)
+        text = Done("status", "three").ok()
+        assert re.search(r"^    over-ssh  agent-0 pid \d+ ", text, re.MULTILINE), text
+        assert re.search(r"^        shard-0 +pid \d+ +[\d.]+ MiB ", text, re.MULTILINE), text
+        one.signal(signal.SIGINT)
+        assert one.finish() == 130
+        two.assert_nothing_left()
+    assert [h["runs"] for h in Done("status", "three", "--json").json()["hosts"]] == [[], []]
+
+
+def test_a_killed_controller_ends_its_nodes_and_not_the_keeper(place: Place) -> None:
+    place.launch(*place.hosts("a")).ok()
+    [pid] = place.pids()
+    with TrainRun(place.path, experiment(stop=ENDLESS), "--cluster", "three") as run:
+        run.until_train()
+        [host] = Done("status", "three", "--json").json()["hosts"]
+        pids = [host["runs"][0]["pid"], *(node["pid"] for node in host["runs"][0]["nodes"])]
+        assert len(pids) == 4
+        kill(run.pid)
+        wait_for(lambda: gone(*pids), "its processes to end", 12.0)
+        assert state(pid)
+        [host] = Done("status", "three", "--json").json()["hosts"]
+        assert (host["state"], host["runs"]) == ("up", [])
+        seen = Done("status", str(run.dir)).ok()
+        assert "lost" in seen.splitlines()[0]
+        assert "its controller ended without a word: `dbctl resume`" in seen
+        shutil.rmtree(run.runtime or "", ignore_errors=True)  # the killed one's own
+    shutil.rmtree(place.path / "there")  # logs that could not be sent
+
+
+def test_stopping_a_cluster_ends_its_run_which_says_so(place: Place) -> None:
+    place.launch(*place.hosts("a")).ok()
+    with TrainRun(place.path, experiment(stop=ENDLESS), "--cluster", "three") as run:
+        run.until_train()
+        Done("stop-cluster", "three").ok()
+        assert run.finish(15.0) == 1
+        assert "its cluster was stopped; launch it again and resume the run" in run.err
+        assert "the cluster is being stopped: this run ends with it" in run.log("agent-0")
+    shutil.rmtree(place.path / "there")  # logs that could not be sent
+
+
+def test_a_run_on_a_cluster_that_is_gone_is_told_what_to_do(place: Place) -> None:
+    place.launch(*place.hosts("a")).ok()
+    [pid] = place.pids()
+    kill(pid)
+    with TrainRun(place.path, experiment(), "--cluster", "three") as run:
+        assert run.finish(15.0) == 3
+        assert "its standing agent is gone" in run.err
+        assert "stop that cluster (`dbctl stop-cluster`) and launch it again" in run.err
+    assert re.search(r"^a  gone$", Done("stop-cluster", "three").ok(), re.MULTILINE)
+    for path in place.directories():  # nobody begins on that host again
+        shutil.rmtree(path)
+
+
+def test_a_dry_run_shows_the_commands_and_starts_nothing(place: Place) -> None:
+    place.launch(*place.hosts("a", "b", address="127.0.0.1")).ok()
+    file = place.path / "x.yaml"
+    file.write_text(json.dumps(experiment()))
+    text = Done("train", str(file), "--dry-run", "--cluster", "three").ok()
+    for one in json.loads(place.state_file().read_text())["keepers"]:
+        assert f"-P -m dbctl caller {one['socket']}'" in text
+    refused = Done("train", str(file), "--cluster", "three", "--set", "cluster.hosts=x.yaml")
+    assert refused.status == 2
+    assert "--cluster three says already which hosts there are" in refused.err
+    changed = Done(
+        "train", str(file), "--dry-run", "--json", "--cluster", "three",
+        "--set", "cluster.hosts.0.labels=[worker]", "--set", "cluster.encryption=off",
+    ).json()  # fmt: skip
+    nodes = {node["node"]: node["host"] for node in changed["nodes"]}
+    assert nodes["shard-0"] == "b"
+
+
+# ------------------------------------------------------------------------- status and logs of a run
+
+
+def test_a_run_is_shown_while_it_runs_and_after(place: Place) -> None:
+    place.launch(*place.hosts("a")).ok()
+    stop = {"steps": 20_000}
+    with TrainRun(place.path, experiment(stop=stop), "--cluster", "three") as run:
+        run.until_train()
+        followed = subprocess.Popen(
+            [sys.executable, "-m", "dbctl", "logs", str(run.dir), "-f"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        wait_for(lambda: run.status()["nodes"]["worker-0.0"]["staleness"] is not None, "a report")
+        seen = Done("status", str(run.dir), "--json").json()
+        assert seen["state"] == "running"
+        worker, shard = seen["nodes"]["worker-0.0"], seen["nodes"]["shard-0"]
+        assert (worker["host"], worker["alive"]) == ("a", True)
+        assert worker["state"] in ("running", "waiting"), "for its next grant"
+        assert worker["examples_per_second"] > 0
+        assert worker["bytes_in"] > 0
+        assert worker["bytes_out"] > 0
+        assert worker["rss_bytes"] > 1 << 20
+        assert worker["staleness"] == 0.0, "one replica that waits"
+        assert (shard["state"], shard["examples_per_second"]) == ("up", None)
+        assert shard["bytes_in"] > 0
+        text = Done("status", str(run.dir)).ok()
+        assert re.search(r"^worker-0\.0 +a +\w+ +[\d,]+ +[\d,]+ +0\.00 ", text, re.MULTILINE)
+        run.signal(signal.SIGTERM)
+        assert run.finish() == 75
+        out, _ = followed.communicate(timeout=10.0)
+        assert followed.returncode == 0
+    for node in ("agent-0", "shard-0", "worker-0.0"):
+        assert re.search(rf"^{re.escape(node)} +\| ", out, re.MULTILINE), out
+    assert "finished" in out.splitlines()[-1] or "ended" in out or "ends: finished" in out
+    assert Done("status", str(run.dir), "--json", "--watch").json()["state"] == "stopped"
+    alone = Done("logs", str(run.dir), "shard-0").ok()
+    assert alone == run.log("shard-0")
+    wrong = Done("logs", str(run.dir), "shard-7")
+    assert wrong.status == 2
+    assert "there is no log of shard-7; there are agent-0, evaluator-0, shard-0" in wrong.err or (
+        "there is no log of shard-7; there are agent-0, shard-0" in wrong.err
+    )
