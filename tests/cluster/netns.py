@@ -108,7 +108,7 @@ class Hosts:
         return str(self.directory / "python")
 
     def limit(self, rate: str) -> None:
-        """All links, both ways, to `rate` as tc says it; nothing waits there for more than 0.4 s."""
+        """All links, both ways, to `rate` as tc says it; nothing waits longer than 0.4 s."""
         bucket = ["root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms"]
         for name, space in self.space.items():
             for where, device in ((space, "eth0"), (self.switch, f"to-{name}")):
