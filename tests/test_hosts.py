@@ -124,6 +124,29 @@ def test_a_bad_file_is_told(tmp_path: Path, text: str | None, words: str) -> Non
     assert found[0].startswith(words.format(path=path)), found
 
 
+@pytest.mark.parametrize("text", [None, "version: 1\nhosts: [{name: a]", HOSTS + "color: red\n"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "cluster.hosts=good.yaml",
+        "cluster.hosts=[{name: b}]",
+        "cluster={launcher: ssh, hosts: good.yaml}",
+    ],
+)
+def test_a_file_that_set_takes_the_place_of_is_not_needed(
+    folder: str, tmp_path: Path, text: str | None, other: str
+) -> None:
+    (tmp_path / "good.yaml").write_text(HOSTS)
+    if text is not None:
+        (tmp_path / "bad.yaml").write_text(text)
+    named = "cluster: {launcher: ssh, hosts: bad.yaml}\n"
+    assert cluster(named, other, "seed=3", "cluster.hosts.0.slots=2", directory=folder).members
+    before = faults(named, "seed=3", "cluster.hosts.0.threads=1", directory=folder)
+    after = faults(named, other, "cluster.hosts=bad.yaml", directory=folder)
+    for said in (before, after):
+        assert sum("bad.yaml:" in one for one in said) == 1, said
+
+
 @pytest.mark.parametrize(
     "ssh",
     [

@@ -24,25 +24,39 @@ from dbctl.experiment.tree import (
     problem,
     read_text,
 )
-from dbctl.experiment.words import found, unknown_key
+from dbctl.experiment.words import found, no_mapping, unknown_key
 
 CLUSTER, HOSTS = "cluster", "hosts"
 KEYS = ("version", HOSTS)
 
 
-def include_hosts(tree: Mapping, directory: str, problems: list[Problem]) -> None:
-    """Puts the hosts in place of their file's name, if `tree` has one; relative to `directory`."""
-    cluster = tree.items.get(CLUSTER)
-    hosts = cluster.items.get(HOSTS) if isinstance(cluster, Mapping) else None
-    if not isinstance(hosts, Scalar) or not isinstance(hosts.value, str) or not hosts.value:
-        return
-    assert isinstance(cluster, Mapping)
-    if "\0" in hosts.value:  # the reader refuses it with the rest
-        return
-    name = os.path.join(directory, os.path.expanduser(hosts.value))
-    listing = read_hosts(name, hosts.place, problems)
-    if listing is not None:
-        cluster.items[HOSTS] = listing
+class Inclusion:
+    """Of one experiment; `problems` is what is wrong with the hosts file that it names by now."""
+
+    def __init__(self, directory: str) -> None:
+        self.problems: list[Problem] = []
+        self._directory = directory  # relative names start there
+        self._seen: Tree | None = None  # what the problems are of
+
+    def look(self, tree: Mapping) -> None:
+        """Puts the hosts in place of their file's name, if `tree` has one.
+
+        To be asked again after each --set: one may name another file, and then nobody needs the
+        first, or change a host of it, and then what was wrong with it stays.
+        """
+        cluster = tree.items.get(CLUSTER)
+        hosts = cluster.items.get(HOSTS) if isinstance(cluster, Mapping) else None
+        if self._seen is not None and (hosts is self._seen or isinstance(hosts, Mapping)):
+            return
+        self.problems, self._seen = [], None
+        if not isinstance(hosts, Scalar) or not isinstance(hosts.value, str) or not hosts.value:
+            return
+        assert isinstance(cluster, Mapping)
+        if "\0" in hosts.value:  # the reader refuses it with the rest
+            return
+        name = os.path.join(self._directory, os.path.expanduser(hosts.value))
+        listing = read_hosts(name, hosts.place, self.problems)
+        self._seen = cluster.items[HOSTS] = hosts if listing is None else listing
 
 
 def read_hosts(name: str, asked: Place, problems: list[Problem]) -> Listing | None:
@@ -64,9 +78,7 @@ def read_hosts(name: str, asked: Place, problems: list[Problem]) -> Listing | No
     if tree is None and len(problems) > before:
         return None
     if not isinstance(tree, Mapping):
-        what = "nothing: the file is empty" if tree is None else found(tree)
-        message = f"expected a mapping with `version: 1` and `hosts`, found {what}"
-        problems.append(problem(tree.place if tree else start, (), message))
+        problems.append(no_mapping(tree, start, "with `version: 1` and `hosts`"))
         return None
     for key, place in tree.keys.items():
         if key not in KEYS:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from dbctl.errors import ExperimentError, Problem
 from dbctl.experiment.checks import faults
-from dbctl.experiment.hosts import include_hosts, read_hosts
+from dbctl.experiment.hosts import Inclusion, read_hosts
 from dbctl.experiment.overrides import apply_overrides
 from dbctl.experiment.shape import (
     Shape,
@@ -52,7 +52,7 @@ from dbctl.experiment.tree import (
     problem,
     read_text,
 )
-from dbctl.experiment.words import expected, found, hint, nearest, unknown_key
+from dbctl.experiment.words import expected, found, hint, nearest, no_mapping, unknown_key
 
 MAX_INT = 2**63 - 1  # what every process and file format of a run can hold
 
@@ -74,41 +74,48 @@ def parse(
     problems: list[Problem] = []
     start = Place(file, 1, 1)
     tree = parse_tree(text, start, problems)
-    if isinstance(tree, Mapping):
-        include_hosts(tree, directory, problems)
-        for override in overrides:
-            apply_overrides(tree, [override], problems)
-            include_hosts(tree, directory, problems)  # so that a later one may change one of them
-        reader = _Reader(os.path.abspath(directory), problems)
-        experiment = reader.read(tree, Experiment, ())
-        for fault in faults(reader.values):
-            reader.refuse(reader.blamed(fault.path, tree.place), fault.path, fault.message)
+    if not isinstance(tree, Mapping):
         if not problems:
-            assert isinstance(experiment, Experiment)
-            return experiment
-    elif not problems:
-        what = "nothing: the file is empty" if tree is None else found(tree)
-        message = f"expected a mapping that starts with `version: 1`, found {what}"
-        problems.append(problem(tree.place if tree else start, (), message))
-    raise ExperimentError(problems)
+            problems.append(no_mapping(tree, start, "that starts with `version: 1`"))
+        raise ExperimentError(problems)
+    hosts = Inclusion(directory)
+    hosts.look(tree)
+    for override in overrides:
+        apply_overrides(tree, [override], problems)
+        hosts.look(tree)  # so that a later one may change one of them
+    problems += hosts.problems
+    experiment = _read_all(tree, Experiment, (), directory=directory, problems=problems)
+    assert isinstance(experiment, Experiment)
+    return experiment
 
 
 def load_hosts(path: str) -> tuple[HostSpec, ...]:
     """The hosts of a hosts file by itself; ExperimentError with every problem of it."""
     read_text(path)  # a file that is not there is told as such
     problems: list[Problem] = []
-    start = Place(path, 1, 1)
-    listing = read_hosts(path, start, problems)
-    if listing is not None:
-        reader = _Reader(os.path.abspath(os.path.dirname(path) or "."), problems)
-        key = ("cluster", "hosts")
-        hosts = reader.read(listing, fields_of(SshCluster)["hosts"].annotation, key)
-        for fault in faults(reader.values):
-            reader.refuse(reader.blamed(fault.path, start), fault.path, fault.message)
-        if not problems:
-            assert isinstance(hosts, tuple)
-            return hosts
-    raise ExperimentError(problems)
+    listing = read_hosts(path, Place(path, 1, 1), problems)
+    if listing is None:
+        raise ExperimentError(problems)
+    annotation = fields_of(SshCluster)["hosts"].annotation
+    directory = os.path.dirname(path) or "."
+    hosts = _read_all(
+        listing, annotation, ("cluster", "hosts"), directory=directory, problems=problems
+    )
+    assert isinstance(hosts, tuple)
+    return hosts
+
+
+def _read_all(
+    tree: Tree, annotation: Any, path: Path, *, directory: str, problems: list[Problem]
+) -> Any:
+    """The value of `tree`; ExperimentError with all that is wrong with it, after `problems`."""
+    reader = _Reader(os.path.abspath(directory), problems)
+    value = reader.read(tree, annotation, path)
+    for fault in faults(reader.values):
+        reader.refuse(reader.blamed(fault.path, tree.place), fault.path, fault.message)
+    if problems:
+        raise ExperimentError(problems)
+    return value
 
 
 def locate(path: str, overrides: Sequence[str], key: str) -> Place:

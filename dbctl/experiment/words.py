@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
+from dbctl.errors import Problem
 from dbctl.experiment.shape import alternatives, keys_below, shape_of, spec_by_tag, unwrap
 from dbctl.experiment.specs import EvaluateSpec, Every, Experiment, RelativeToFile
-from dbctl.experiment.tree import Listing, Mapping, Scalar, Tree, shown
+from dbctl.experiment.tree import Listing, Mapping, Place, Scalar, Tree, problem, shown
 
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _BOUNDS = {Ge: ("of at least", "ge"), Gt: ("greater than", "gt")}
@@ -81,6 +82,12 @@ def found(tree: Tree) -> str:
         return "nothing (null)"
     kind = "the text " if isinstance(tree.value, str) else ""
     return f"{kind}`{shown(tree.text)}`"
+
+
+def no_mapping(tree: Tree | None, start: Place, wanted: str) -> Problem:
+    """Of a file that holds no mapping, or nothing; it begins at `start`."""
+    what = "nothing: the file is empty" if tree is None else found(tree)
+    return problem(tree.place if tree else start, (), f"expected a mapping {wanted}, found {what}")
 
 
 def hint(annotation: Any, tree: Tree) -> str:
