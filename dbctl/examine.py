@@ -223,7 +223,8 @@ def _look(path: str, deadline: float) -> FileFacts:
     except DataError as error:
         return FileFacts(path=path, fault=error.message.partition(";")[0])
     except (OSError, ValueError) as error:
-        return FileFacts(path=path, fault=getattr(error, "strerror", "") or one_line(error))
+        fault = getattr(error, "strerror", "") or one_line(error)
+        return FileFacts(path=path, fault=fault.lower())
     return FileFacts(path=path, size=size, digest=digest)
 
 

@@ -72,7 +72,7 @@ def test_one_host_says_ready_with_its_facts(agents: Any, tmp_path: Path) -> None
     assert word == "READY"
     assert fields["facts"]["workdir"] == str(tmp_path / "work")
     assert fields["facts"]["port"] == 0
-    assert "No such file" in fields["facts"]["files"][0]["fault"]
+    assert "no such file" in fields["facts"]["files"][0]["fault"]
     assert (tmp_path / "sockets" / "agent-0.sock").is_socket(), "it takes orders"
     assert "standard input ended" in one.end()
     assert not (tmp_path / "sockets").exists()

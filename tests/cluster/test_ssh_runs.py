@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from dbctl.checkpoint.reader import newest_good
-from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import make_runtime
 from dbctl.launch.ssh import SshLauncher
@@ -262,86 +260,7 @@ def is_ssh(pid: int) -> bool:
     return command_line(pid)[:1] == [shutil.which("ssh", path="/usr/bin:/bin")]
 
 
-# --------------------------------------------------------------------------------------- bad hosts
-
-
-def fail(tmp_path: Path, *hosts: dict[str, Any], limit_s: float = 10.0) -> LaunchError:
-    """What the launcher says of hosts that do not come up, in bounded time."""
-    runtime = make_runtime()
-    launcher = SshLauncher(
-        hosts=[(f"agent-{i}", HostSpec(**one)) for i, one in enumerate(hosts)],
-        runtime=runtime,
-        run="r",
-        logs=tmp_path,
-        token="0123456789abcdef",
-    )
-    begin = time.monotonic()
-    try:
-        with pytest.raises(LaunchError) as caught:
-            launcher.start()
-    finally:
-        launcher.stop(2.0)
-        os.rmdir(runtime)  # nothing is left in it
-    assert time.monotonic() - begin < limit_s
-    wait_for(lambda: not list(Path("/tmp").glob("dbctl-0123456789abcdef-*")), "no directory")
-    assert caught.value.exit_code == 3
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"ssh": "refused"}, ["ssh exit status 255", "Connection refused"]),
-        ({"ssh": "nobody@plain"}, ["Permission denied", "must work without a question"]),
-        ({"ssh": "password"}, ["Permission denied", "must work without a question"]),
-        ({"ssh": "changed"}, ["its host key is not the known one", "mend known_hosts"]),
-        ({"ssh": "unknown"}, ["Host key verification failed"]),
-        ({"ssh": "failing"}, ["exit status 1", "conda: command not found"]),
-        ({"python": "/no/such/python3"}, ["there is no /no/such/python3", "/no/such/python3"]),
-    ],
-)
-def test_a_bad_host_is_told(
-    sshd: Sshd, tmp_path: Path, changes: dict[str, Any], words: list[str]
-) -> None:
-    error = fail(tmp_path, host(sshd, tmp_path) | changes)
-    assert error.host == "here"
-    for word in words:
-        assert word in str(error), error
-    assert "\033" not in str(error)
-
-
-def test_a_host_without_dbctl_is_told_with_the_command(sshd: Sshd, tmp_path: Path) -> None:
-    bare = sshd.wrap("bare", "-S", environment={})
-    error = fail(tmp_path, host(sshd, tmp_path, python=bare))
-    assert f"dbctl is not there for {bare}; run `" in str(error)
-    assert f"{bare} -m pip install ./dbctl-" in str(error)
-
-
-def test_a_host_with_another_version_is_told_with_the_command(sshd: Sshd, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "dbctl", tmp_path / "old" / "dbctl")
-    (tmp_path / "old" / "dbctl" / "__init__.py").write_text('__version__ = "0.0.1"\n')
-    old = sshd.wrap("old-python", environment={"PYTHONPATH": str(tmp_path / "old")})
-    error = fail(tmp_path, host(sshd, tmp_path, python=old))
-    assert "is dbctl 0.0.1 with protocol" in str(error)
-    assert f"{old} -m pip install ./dbctl-" in str(error)
-
-
-def test_a_noisy_login_file_changes_nothing(sshd: Sshd, tmp_path: Path) -> None:
-    experiment = on(host(sshd, tmp_path, ssh="noisy"), stop={"steps": 5})
-    with TrainRun(tmp_path, experiment) as run:
-        assert run.finish() == 0, run.story()
-        assert "mail: none" in run.log("agent-0")
-
-
-def test_all_bad_hosts_are_told_at_once_and_nothing_stays_on_the_good_one(
-    sshd: Sshd, tmp_path: Path
-) -> None:
-    good = host(sshd, tmp_path)
-    error = fail(tmp_path, good, good | {"ssh": "refused"}, good | {"python": "/none"})
-    assert "2 of 3 agents did not start" in str(error)
-    assert "agent-1 on here" in str(error)
-    assert "agent-2 on here" in str(error)
-    assert "ends: standard input ended" in (tmp_path / "agent-0.log").read_text()
+# ------------------------------------------------------------------------------ particular servers
 
 
 def test_more_hosts_than_the_server_takes_beginners_come_up(sshd: Sshd, tmp_path: Path) -> None:
