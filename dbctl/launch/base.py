@@ -176,9 +176,10 @@ class NotReady(Exception):
 class SaidLine:
     """Looks for a line `WORD {JSON}` in what a program's standard output brings, chunk by chunk."""
 
-    def __init__(self, word: str, data: bytes = b"") -> None:
+    def __init__(self, word: str, data: bytes = b"", *, limit: int = READY_BYTES_MAX) -> None:
         self.word = word
         self.data = data
+        self._limit = limit
 
     def feed(self, chunk: bytes) -> dict[str, object] | None:
         """The line's fields once it is there; `chunk` is empty at the output's end.
@@ -193,7 +194,7 @@ class SaidLine:
                 return self._fields(line.removeprefix(start))
         if not chunk:
             raise NotReady(f"ended before it was ready{_words(self.data)}")
-        if len(self.data) > READY_BYTES_MAX:
+        if len(self.data) > self._limit:
             what = f"said {len(self.data)} bytes, none of them {self.word}"
             raise NotReady(f"{what}{_words(self.data[:1000])}")
         return None

@@ -32,6 +32,7 @@ STAYS_LIMIT_S = 10.0
 ASK_LIMIT_S = 10.0
 STOP_LIMIT_S = 25.0  # a keeper gives its agents five seconds, and as many again
 END_LIMIT_S = 2.0
+ANSWER_BYTES_MAX = 4 << 20  # 64 runs, each with hundreds of nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ def ask(rows: Sequence[tuple[HostSpec, str]], what: str) -> list[Reply]:
                 host,
                 dbctl_command(host, "caller", socket),
                 text=json.dumps({"do": what}) + "\n",
-                make_said=lambda: SaidLine(ANSWER.strip()),
+                make_said=lambda: SaidLine(ANSWER.strip(), limit=ANSWER_BYTES_MAX),
                 log_path=Path(logs) / f"{number}.log",
             )
             for number, (host, socket) in enumerate(rows)

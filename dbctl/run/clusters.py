@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -73,14 +72,46 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
         return ["cluster.launcher=ssh", f"cluster.hosts={hosts}", *given]
 
 
+class NodeSaid(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    pid: int
+    rss_bytes: int
+    seconds: float
+
+
+class RunSaid(msgspec.Struct, frozen=True, kw_only=True):
+    """A run's agent and its nodes; what its controller said of it may be missing."""
+
+    run: str
+    agent: str
+    pid: int
+    seconds: float
+    nodes: tuple[NodeSaid, ...]
+    name: str = "?"
+    run_dir: str = "?"
+    user: str = "?"
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """A keeper's answer (dbctl/keeper.py)."""
+
+    state: str
+    version: str
+    seconds: float
+    runs: tuple[RunSaid, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A host of a cluster. `state`: up, stopping, gone, unreachable; `why` of the last."""
+    """A host of a cluster. `state`: up, stopping, stopped, gone, unreachable; `why` of the last.
+
+    `said` of one that is up or stopping.
+    """
 
     host: HostSpec
     state: str
     why: str = ""
-    said: dict[str, Any]
+    said: Said | None = None
 
 
 def overrides_on(cluster: Cluster | None, given: Sequence[str]) -> Sequence[str]:
@@ -232,10 +263,14 @@ def look(cluster: Cluster) -> list[Seen]:
 def _seen(one: Keeper, reply: Reply) -> Seen:
     if isinstance(reply, LaunchError):
         if is_gone(reply):
-            return Seen(host=one.host, state="gone", said={})
+            return Seen(host=one.host, state="gone")
         why = "; ".join([reply.what, *reply.log_tail.splitlines()[-1:]])
-        return Seen(host=one.host, state="unreachable", why=why, said={})
-    return Seen(host=one.host, state=str(reply.get("state", "up")), said=reply)
+        return Seen(host=one.host, state="unreachable", why=why)
+    try:
+        said = msgspec.convert(reply, Said)
+    except msgspec.ValidationError as error:
+        return Seen(host=one.host, state="unreachable", why=f"answers in another form: {error}")
+    return Seen(host=one.host, state=said.state, said=said)
 
 
 def stop(cluster: Cluster, *, force: bool = False) -> list[Seen]:
@@ -246,9 +281,8 @@ def stop(cluster: Cluster, *, force: bool = False) -> list[Seen]:
     replies = ask(_rows(cluster), "stop")
     found = []
     for one, reply in zip(cluster.keepers, replies, strict=True):
-        seen = _seen(one, reply)
         is_stopped = isinstance(reply, dict) and reply.get("stopped") is True
-        found.append(Seen(host=one.host, state="stopped", said={}) if is_stopped else seen)
+        found.append(Seen(host=one.host, state="stopped") if is_stopped else _seen(one, reply))
     if force or all(one.state in ("stopped", "gone") for one in found):
         _path(cluster.name).unlink(missing_ok=True)
     return found

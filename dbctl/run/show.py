@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from dbctl.errors import RunError, UsageError
 from dbctl.plan import describe_bytes
 from dbctl.process import escape_line
@@ -44,9 +46,9 @@ def cluster_object(cluster: Cluster, seen: Sequence[Seen]) -> dict[str, Any]:
                 "ssh": one.host.destination,
                 "state": one.state,
                 "why": one.why or None,
-                "version": one.said.get("version"),
-                "seconds": one.said.get("seconds"),
-                "runs": one.said.get("runs", []),
+                "version": one.said.version if one.said else None,
+                "seconds": one.said.seconds if one.said else None,
+                "runs": to_builtins(one.said.runs) if one.said else [],
             }
             for one in seen
         ],
@@ -56,8 +58,8 @@ def cluster_object(cluster: Cluster, seen: Sequence[Seen]) -> dict[str, Any]:
 def cluster_rows(cluster: Cluster, seen: Sequence[Seen]) -> Iterator[Row]:
     """A line a host: of all clusters together they make one table."""
     for one in seen:
-        runs = [str(run.get("name", run.get("run"))) for run in one.said.get("runs", [])]
-        up = describe_duration(one.said["seconds"]) if "seconds" in one.said else "-"
+        runs = [run.name for run in one.said.runs] if one.said else []
+        up = describe_duration(one.said.seconds) if one.said else "-"
         yield cluster.name, one.host.name, one.state, up, ", ".join(runs) or "-"
 
 
@@ -66,36 +68,27 @@ def cluster_lines(cluster: Cluster, seen: Sequence[Seen]) -> Iterator[str]:
     yield escape_line(f"cluster {cluster.name}, launched {cluster.launched}")
     for one in seen:
         yield escape_line(f"{one.host.name}  {_state(one)}")
-        for run in one.said.get("runs", []):
-            yield escape_line(_run_line(run))
-            nodes = run.get("nodes", [])
+        for run in one.said.runs if one.said else ():
+            since = describe_duration(run.seconds)
+            place = f"{run.user}: {run.run_dir}"
+            yield escape_line(f"    {run.name}  {run.agent} pid {run.pid}  {since}  {place}")
             rows = [
                 (
-                    str(node.get("node")),
-                    f"pid {node.get('pid')}",
-                    describe_bytes(int(node.get("rss_bytes", 0))),
-                    describe_duration(float(node.get("seconds", 0.0))),
+                    node.node,
+                    f"pid {node.pid}",
+                    describe_bytes(node.rss_bytes),
+                    describe_duration(node.seconds),
                 )
-                for node in nodes
+                for node in run.nodes
             ]
-            yield from (f"        {line}" for line in aligned(rows))
+            yield from (escape_line(f"        {line}") for line in aligned(rows))
 
 
 def _state(one: Seen) -> str:
-    if one.state == "unreachable":
-        return f"unreachable: {one.why}"
-    if "seconds" not in one.said:
-        return one.state
-    runs = counted(len(one.said.get("runs", [])), "run")
-    up = describe_duration(one.said["seconds"])
-    return f"{one.state}, {runs}, for {up}, dbctl {one.said.get('version')}"
-
-
-def _run_line(run: Mapping[str, Any]) -> str:
-    since = describe_duration(float(run.get("seconds", 0.0)))
-    place = f"{run.get('user', '?')}: {run.get('run_dir', '?')}"
-    name, agent = run.get("name", run.get("run")), f"{run.get('agent')} pid {run.get('pid')}"
-    return f"    {name}  {agent}  {since}  {place}"
+    if one.said is None:
+        return f"{one.state}: {one.why}" if one.why else one.state
+    runs, up = counted(len(one.said.runs), "run"), describe_duration(one.said.seconds)
+    return f"{one.state}, {runs}, for {up}, dbctl {one.said.version}"
 
 
 # ------------------------------------------------------------------------------------------ a run

@@ -1,0 +1,383 @@
+"""run/clusters.py and launch/standing.py over a program named `ssh` that runs the command here.
+
+Over a real sshd, and with runs: cluster/test_standing.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dbctl.errors import ExperimentError, LaunchError, RunError, UsageError
+from dbctl.experiment.read import load
+from dbctl.experiment.specs import HostSpec, SshCluster
+from dbctl.keeper_start import PREFIX
+from dbctl.launch import standing
+from dbctl.launch.ssh_words import (
+    NOTHING,
+    NOWHERE,
+    OPTIONS,
+    Standing,
+    dbctl_command,
+    errand,
+    orders,
+    ssh_command,
+)
+from dbctl.run import clusters
+from dbctl.run.clusters import Cluster, known, launch, look, read, stop
+from tests.cluster.harness import state, wait_until
+
+ROOT = Path(__file__).parent.parent
+FILE = str(ROOT / "experiments" / "digits-downpour.yaml")
+SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+[ -e "$DIRECTORY/$2" ] && . "$DIRECTORY/$2"
+exec sh -c "$3"
+"""
+
+
+class Place:
+    """Hosts `a`, `b`, ... that are all this machine; `spoil` gives one a fault."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path / "lab.yaml"
+        self.before = set(Path("/tmp").glob(f"{PREFIX}*"))
+
+    def spoil(self, host: str, script: str) -> None:
+        (self.path / "hosts" / host).write_text(script)
+
+    def mend(self, host: str) -> None:
+        (self.path / "hosts" / host).unlink()
+
+    def hosts(self, *names: str) -> str:
+        there = {"python": sys.executable, "workdir": str(self.path / "work")}
+        rows = [{"name": name, **there} for name in names]
+        self.file.write_text(json.dumps({"version": 1, "hosts": rows}))
+        return str(self.file)
+
+    def keepers(self) -> list[Path]:
+        return sorted(set(Path("/tmp").glob(f"{PREFIX}*")) - self.before)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    for name in ("bin", "hosts"):
+        (tmp_path / name).mkdir()
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("DIRECTORY", str(tmp_path / "hosts"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    this = Place(tmp_path)
+    yield this
+    for name in known():
+        stop(read(name), force=True)
+    wait_until(lambda: not this.keepers(), 5.0)
+
+
+def a_cluster(*names: str, **changes: Any) -> Cluster:
+    """One that nobody launched."""
+    keepers = [
+        {
+            "host": {"name": name, "slots": 4, "env": ["A=it's #1"]},
+            "socket": f"/tmp/dbctl-keeper-{name}/control.sock",
+            "pid": 1,
+            "python": "/p",
+        }
+        for name in names
+    ]
+    values = {
+        "version": 1, "name": "lab", "dbctl": "0.1.0", "protocol": 2, "launched": "now",
+        "keepers": keepers, **changes,
+    }  # fmt: skip
+    path = clusters.directory() / "lab.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values))
+    return read("lab")
+
+
+# ------------------------------------------------------------------------------ the words
+
+
+def test_what_is_said_for_a_run_on_a_cluster_differs_in_who_starts_the_agent() -> None:
+    host = a_host()
+    socket = "/tmp/dbctl-keeper-x/control.sock"
+    plain, on = (
+        errand("agent-0", host, runtime="/run/x", token="t", keeper=keeper)
+        for keeper in ("", socket)
+    )
+    words, others = ssh_command(on), ssh_command(plain)
+    assert words[:-1] == others[:-1]
+    assert words[-1] == f"python3 -P -m dbctl caller {socket}"
+    table = {"name": "it's", "run_dir": "/r", "user": "me@here"}
+    said = [
+        json.loads(orders(one, NOTHING, run="r", lease_s=5.0, table=table)) for one in (plain, on)
+    ]
+    assert said[1] == said[0] | {"do": "run", "table": table}
+
+
+def a_host() -> HostSpec:
+    return HostSpec(name="a", env=("A=b",), workdir="/w")
+
+
+def test_a_keeper_is_started_and_asked_by_the_same_ssh() -> None:
+    words = dbctl_command(a_host(), "keeper", "--stdin")
+    assert words[:2] == ["ssh", "-T"]
+    assert [word for word in words if "=" in word] == list(OPTIONS)
+    assert words[-3:] == ["--", "a", "python3 -P -m dbctl keeper --stdin"]
+    assert json.loads(standing.options("lab", a_host())) == {
+        "cluster": "lab",
+        "workdir": "/w",
+        "env": {"A": "b"},
+    }
+
+
+def test_a_run_finds_the_keeper_of_each_host() -> None:
+    found = Standing(sockets={"a": "/s"})
+    assert found.keeper(a_host()) == "/s"
+    assert NOWHERE.keeper(a_host()) == ""
+
+
+# --------------------------------------------------------------------------------- the files
+
+
+def test_a_launched_cluster_is_a_private_file_without_secrets(place: Place) -> None:
+    cluster = launch(place.hosts("a", "b"), None)
+    path = place.path / "state" / "dbctl" / "clusters" / "lab.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [p.name for p in path.parent.iterdir()] == ["lab.json"], "no temporary file"
+    data = json.loads(path.read_text())
+    assert set(data) == {"version", "name", "dbctl", "protocol", "launched", "keepers"}
+    assert [one["host"]["name"] for one in data["keepers"]] == ["a", "b"]
+    assert read("lab") == cluster
+    assert known() == ["lab"]
+    assert len(place.keepers()) == 2
+    for one in cluster.keepers:
+        assert Path(one.socket).is_socket()
+        assert state(one.pid) in ("S", "R")
+
+
+def test_clusters_are_looked_for_where_the_system_keeps_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative/path"):
+        monkeypatch.setenv("XDG_STATE_HOME", value)
+        assert clusters.directory() == tmp_path / ".local" / "state" / "dbctl" / "clusters"
+    assert known() == []
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "-x", "a b", "x" * 65, "a\n"])
+def test_what_is_no_name_is_refused(place: Place, name: str) -> None:
+    with pytest.raises(UsageError, match="no cluster's name"):
+        launch(place.hosts("a"), name)
+    with pytest.raises(UsageError, match="no cluster's name"):
+        read(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "damaged"), ('{"version": 1}', "damaged: Object missing"), (None, "another version")],
+)
+def test_a_file_that_cannot_be_used_is_told(place: Place, text: str | None, words: str) -> None:
+    a_cluster("a", version=1)
+    path = clusters.directory() / "lab.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 9', 1))
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RunError, match=words):
+        read("lab")
+    path.unlink()
+
+
+def test_an_unknown_cluster_names_the_known_ones(place: Place) -> None:
+    a_cluster("a")
+    with pytest.raises(UsageError, match="there is no cluster lob; known here: lab"):
+        read("lob")
+
+
+# ------------------------------------------------------------------- the hosts of an experiment
+
+
+def test_the_hosts_take_the_place_of_the_experiments_own(place: Place) -> None:
+    cluster = a_cluster("a", "b")
+    for text, encryption in (
+        ("cluster={launcher: local}", "on"),
+        (
+            "cluster={launcher: ssh, hosts: [{name: x}, {name: y}, {name: z}], encryption: off}",
+            "off",
+        ),
+    ):
+        given = [text, *cluster.overrides(())]
+        found = load(FILE, given).cluster
+        assert isinstance(found, SshCluster)
+        assert found.members == tuple(one.host for one in cluster.keepers)
+        assert found.encryption == encryption
+    assert isinstance(load(FILE, cluster.overrides(())).cluster, SshCluster)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["cluster.hosts.1.slots=2", "cluster.hosts.0.labels=[worker]", " cluster.encryption = off"],
+)
+def test_how_hosts_are_used_can_be_set_anew(place: Place, given: str) -> None:
+    cluster = a_cluster("a", "b")
+    assert load(FILE, cluster.overrides([given])).cluster != load(FILE, cluster.overrides(()))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "cluster={launcher: local}",
+        "cluster.launcher=local",
+        "cluster.hosts=[]",
+        "cluster.hosts.0.name=c",
+        "cluster.hosts.0.ssh=elsewhere",
+        "cluster.hosts.0.python=python3",
+        " cluster.hosts.0={name: d}",
+    ],
+)
+def test_which_hosts_there_are_cannot_be_set_anew(place: Place, given: str) -> None:
+    with pytest.raises(UsageError, match="--cluster lab says already which hosts there are"):
+        a_cluster("a").overrides([given])
+
+
+def test_other_keys_are_nobodys_business(place: Place) -> None:
+    assert a_cluster("a").overrides(["seed=3", "name=cluster"])[-2:] == ["seed=3", "name=cluster"]
+
+
+# --------------------------------------------------------------------------------- all or nothing
+
+
+def test_one_bad_host_and_none_has_a_keeper(place: Place) -> None:
+    place.spoil("b", "echo 'b: Permission denied (publickey).' >&2; exit 255")
+    place.spoil("c", "exit 127")
+    with pytest.raises(LaunchError) as caught:
+        launch(place.hosts("a", "b", "c"), None)
+    assert "2 of 3 hosts are not ready, and nothing was started" in str(caught.value)
+    assert "it does not let this user in" in str(caught.value)
+    assert "there is no" in str(caught.value)
+    assert known() == []
+    assert place.keepers() == []
+
+
+def test_a_host_that_is_lost_before_the_last_word_ends_the_others(place: Place) -> None:
+    """It hears its options and nothing more; by then the others have been told to stay."""
+    place.spoil("b", 'read line; printf "%s\\n" "$line" | sh -c "$3"; exit 0')
+    with pytest.raises(LaunchError) as caught:
+        launch(place.hosts("a", "b"), None)
+    assert "nobody told it to stay" in str(caught.value)
+    assert place.keepers() == []
+
+
+def test_another_command_was_faster(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    bring_up = clusters.bring_up
+
+    def slowly(name: str, hosts: Any) -> Any:
+        found = bring_up(name, hosts)
+        a_cluster("other")
+        return found
+
+    monkeypatch.setattr(clusters, "bring_up", slowly)
+    with pytest.raises(UsageError, match="another command has just launched a cluster lab"):
+        launch(place.hosts("a"), None)
+    assert place.keepers() == []
+    assert read("lab").keepers[0].host.name == "other"
+    (clusters.directory() / "lab.json").unlink()
+
+
+def test_state_that_cannot_be_written_leaves_no_keeper(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.path / "state").write_text("a file")
+    with pytest.raises(UsageError, match="cannot be written"):
+        launch(place.hosts("a"), None)
+    assert place.keepers() == []
+
+
+def test_ctrl_c_while_hosts_come_up_leaves_nothing(place: Place) -> None:
+    place.spoil("b", "exec sleep 60")
+    words = [sys.executable, "-m", "dbctl", "launch-cluster", place.hosts("a", "b")]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: place.keepers())
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10.0)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert known() == []
+    wait_until(lambda: not place.keepers(), 5.0)
+
+
+def test_a_bad_file_starts_nothing(place: Place) -> None:
+    place.file.write_text("version: 1\nhosts: [{name: -a}]\n")
+    with pytest.raises(ExperimentError):
+        launch(str(place.file), None)
+    assert place.keepers() == []
+
+
+# -------------------------------------------------------------------------------- looking, stopping
+
+
+def test_each_host_has_its_state(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "ASK_LIMIT_S", 2.0)
+    cluster = launch(place.hosts("a", "b", "c", "d", "e"), None)
+    place.spoil("b", "echo 'ssh: connect to host b port 22: Connection refused' >&2; exit 255")
+    place.spoil("c", 'echo \'ANSWER {"state": "up"}\'')
+    place.spoil("d", "exec sleep 60")
+    os.kill(cluster.keepers[4].pid, signal.SIGKILL)
+    begin = time.monotonic()
+    found = {one.host.name: one for one in look(cluster)}
+    assert time.monotonic() - begin < 4.0
+    assert [one.state for one in found.values()] == [
+        "up", "unreachable", "unreachable", "unreachable", "gone",
+    ]  # fmt: skip
+    said = found["a"].said
+    assert said is not None
+    assert said.runs == ()
+    assert "Connection refused" in found["b"].why
+    assert "answers in another form: Object missing required field" in found["c"].why
+    assert "did not say ANSWER in time" in found["d"].why
+    for name in "bcd":
+        place.mend(name)
+    stopped = {one.host.name: one.state for one in stop(cluster)}
+    assert stopped == dict.fromkeys("abcd", "stopped") | {"e": "gone"}
+    assert known() == []
+    for path in place.keepers():  # of the killed one
+        subprocess.run(["rm", "-r", path], check=True)
+
+
+def test_a_cluster_is_not_forgotten_while_a_keeper_may_live(place: Place) -> None:
+    cluster = launch(place.hosts("a", "b"), None)
+    place.spoil("b", "exit 255")
+    assert [one.state for one in stop(cluster)] == ["stopped", "unreachable"]
+    assert known() == ["lab"]
+    with pytest.raises(UsageError, match=r"\(b is unreachable\): give --name another"):
+        launch(place.hosts("a", "b"), None)
+    place.mend("b")
+    assert [one.state for one in stop(cluster)] == ["gone", "stopped"]
+    assert known() == []
+
+
+def test_the_words_of_a_host_reach_a_shell_there_as_one(place: Place) -> None:
+    """A work directory that a shell would take apart."""
+    path = place.path / "it's; touch here"
+    text = json.dumps({"name": "a", "python": sys.executable, "workdir": str(path)})
+    place.file.write_text(f'{{"version": 1, "hosts": [{text}]}}')
+    launch(str(place.file), None)
+    assert path.is_dir()
+    assert shlex.quote(str(path)) != str(path)

@@ -1,0 +1,400 @@
+"""`dbctl status` and `dbctl logs`: what status.json holds, and how it is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from dbctl.cli.main import main
+from dbctl.errors import RunError, UsageError
+from dbctl.experiment.specs import HostSpec, StopSpec
+from dbctl.progress.display import make_display
+from dbctl.roles.base import Record
+from dbctl.roles.coordinator import Coordinator, CoordinatorStart
+from dbctl.roles.figures import Part
+from dbctl.run import show_logs
+from dbctl.run.clusters import Cluster, NodeSaid, RunSaid, Said, Seen
+from dbctl.run.nodes import Node, Nodes
+from dbctl.run.records import RunRecords, node_fields
+from dbctl.run.show import (
+    aligned,
+    cluster_lines,
+    cluster_object,
+    cluster_rows,
+    look,
+    of_run,
+    run_lines,
+)
+from dbctl.run.show_logs import logs
+from dbctl.rundir import RunDir, RunInfo, create
+from dbctl.wire import Exited, Start
+
+WORKER = {
+    "node": "worker-0.0",
+    "state": "running",
+    "examples_per_second": 1234.5,
+    "bytes_pushed": 100,
+    "bytes_exchanged": 11,
+    "bytes_fetched": 200,
+    "staleness": {0: 1, 2: 3},
+}
+SHARD = {
+    "node": "shard-0",
+    "bytes_in": 7,
+    "bytes_out": 9,
+    "staleness": {"worker-0.0": {0: 1, 2: 3}},
+}
+
+
+def node(**changes: Any) -> Node:
+    order = Start("shard-0", 1, ("x",), (), "{}")
+    known = {"endpoint": "ipc:///x", "pid": 17, "steps": 4, "rss_bytes": 3 << 20}
+    return Node(order, "agent-1", (), host="left", **(known | changes))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    with create(tmp_path / "run", "x") as found:
+        found.write_info(RunInfo.of_this_process("r", control="/c", command=["dbctl"]))
+        yield found
+
+
+# ---------------------------------------------------------------------------------- status.json
+
+
+def test_a_worker_in_status_json() -> None:
+    assert node_fields(node(), WORKER) == {
+        "host": "left",
+        "agent": "agent-1",
+        "state": "running",
+        "pid": 17,
+        "alive": True,
+        "steps": 4,
+        "examples_per_second": 1234.5,
+        "staleness": 1.5,
+        "rss_bytes": 3 << 20,
+        "bytes_in": 200,
+        "bytes_out": 111,
+    }
+
+
+def test_a_shard_in_status_json() -> None:
+    """Staleness is the workers': a shard has none of its own."""
+    found = node_fields(node(), SHARD)
+    assert (found["state"], found["staleness"], found["examples_per_second"]) == ("up", None, None)
+    assert (found["bytes_in"], found["bytes_out"]) == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "alive"),
+    [
+        ({"endpoint": ""}, "starting", True),
+        ({}, "up", True),
+        ({"exited": Exited("a", 1, 0, "")}, "ended", False),
+        ({"exited": Exited("a", 1, -9, "")}, "was killed by SIGKILL", False),
+        (
+            {"exited": Exited("a", 1, 1, "", "no\nroom")},
+            "ended with exit status 1: no\nroom",
+            False,
+        ),
+    ],
+)
+def test_the_state_of_a_node(changes: dict[str, Any], state: str, alive: bool) -> None:
+    found = node_fields(node(**changes), {})
+    assert (found["state"], found["alive"]) == (state, alive)
+    assert found["bytes_in"] is None
+    assert found["bytes_out"] is None
+
+
+def test_the_last_report_of_each_node_is_in_status_json(run_dir: RunDir) -> None:
+    start = CoordinatorStart(
+        workers={0: ("worker-0.0",)},
+        parts={0: Part(rows=4, steps_per_epoch=2)},
+        shards=["shard-0"],
+        stop=StopSpec(steps=1),
+    )
+    display = make_display(json=False, stderr_is_tty=False, out=io.StringIO(), err=io.StringIO())
+    records = RunRecords(run_dir, display, Coordinator(start), now=lambda: 0.0)
+    for rate in (1.0, 2.0):
+        records.record(Record("worker", WORKER | {"examples_per_second": rate}))
+    records.record(Record("shard", SHARD))
+    nodes = Nodes({"worker-0.0": node(), "shard-0": node(), "evaluator-0": node()}, lease_s=1.0)
+    records.write_status(0.0, nodes, "running")
+    records.close()
+    found = run_dir.read_status()["nodes"]
+    assert found["worker-0.0"]["examples_per_second"] == 2.0
+    assert found["shard-0"]["bytes_in"] == 7
+    assert found["evaluator-0"]["state"] == "up"
+
+
+# ---------------------------------------------------------------------------------------- a run
+
+STATUS: dict[str, Any] = {
+    "state": "running",
+    "steps": 1200,
+    "epochs": 3.25,
+    "examples_per_second": 24000.4,
+    "test_accuracy": 0.975,
+    "nodes": {"worker-0.0": node_fields(node(), WORKER), "shard-0": node_fields(node(), SHARD)},
+}
+
+
+def test_a_run_that_is_going_on(run_dir: RunDir) -> None:
+    run_dir.write_status(STATUS)
+    seen = of_run(run_dir)
+    assert (seen.state, seen.is_over) == ("running", False)
+    first, head, worker, shard = run_lines(seen)
+    assert first == (
+        f"{run_dir.path}: running, step 1,200, epoch 3.25, 24,000 examples/s, test accuracy 97.50 %"
+    )
+    assert head.split() == [
+        "node", "host", "state", "steps", "examples/s", "staleness", "memory", "received", "sent",
+    ]  # fmt: skip
+    assert worker.split() == [
+        "worker-0.0", "left", "running", "4", "1,234", "1.50", "3.0", "MiB", "200", "B", "111", "B",
+    ]  # fmt: skip
+    assert shard.split() == [
+        "shard-0", "left", "up", "4", "-", "-", "3.0", "MiB", "7", "B", "9", "B",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", ["done", "failed", "interrupted", "converged"])
+def test_a_run_that_is_over(run_dir: RunDir, state: str) -> None:
+    run_dir.write_status(STATUS | {"state": state})
+    assert of_run(run_dir).is_over
+    assert f": {state}, " in next(iter(run_lines(of_run(run_dir))))
+
+
+def test_a_run_that_has_said_nothing_yet_is_starting(run_dir: RunDir) -> None:
+    assert of_run(run_dir).state == "starting"
+    assert list(run_lines(of_run(run_dir))) == [f"{run_dir.path}: starting"]
+    run_dir.write_status(STATUS | {"state": "done"})
+    info = run_dir.path / "run.json"
+    os.utime(run_dir.status, (1.0, 1.0))
+    assert os.stat(info).st_mtime > 1.0
+    assert of_run(run_dir).state == "starting", "that was the life before"
+
+
+def test_a_run_whose_controller_is_gone_is_lost(run_dir: RunDir) -> None:
+    run_dir.write_info(dead_info())
+    run_dir.write_status(STATUS)
+    seen = of_run(run_dir)
+    assert (seen.state, seen.is_over) == ("lost", True)
+    assert "its controller ended without a word" in list(run_lines(seen))[1]
+
+
+def dead_info(**changes: Any) -> RunInfo:
+    info = RunInfo.of_this_process("r", control="/c", command=["dbctl"])
+    return replace(info, pid_start=1, **changes)
+
+
+def test_of_another_machine_nobody_here_knows_whether_its_controller_lives(run_dir: RunDir) -> None:
+    run_dir.write_info(dead_info(host="elsewhere"))
+    run_dir.write_status(STATUS)
+    assert of_run(run_dir).state == "running"
+
+
+def test_a_damaged_status_is_told(run_dir: RunDir) -> None:
+    run_dir.status.write_text("{")
+    with pytest.raises(RunError, match="damaged"):
+        of_run(run_dir)
+
+
+def test_what_a_node_said_does_not_steer_the_terminal(run_dir: RunDir) -> None:
+    bad = node_fields(node(exited=Exited("a", 1, 1, "", "\033[2J")), {})
+    run_dir.write_status(STATUS | {"nodes": {"worker-0.0\033": bad}})
+    assert "\033" not in "".join(run_lines(of_run(run_dir)))
+
+
+def test_columns() -> None:
+    rows = [("a", "bb"), ("ccc", "d")]
+    assert aligned(rows) == ["a    bb", "ccc  d"]
+    assert aligned(rows, right=[1]) == ["a    bb", "ccc   d"]
+    assert aligned([]) == []
+
+
+# ------------------------------------------------------------------------------------- clusters
+
+CLUSTER = Cluster(version=1, name="lab", dbctl="0.1.0", protocol=2, launched="then", keepers=())
+RUN = RunSaid(
+    run="7f", agent="agent-0", pid=40, seconds=61.0,
+    name="digits", run_dir="/r\033", user="me@here",
+    nodes=(NodeSaid(node="shard-0", pid=41, rss_bytes=5 << 20, seconds=3.0),),
+)  # fmt: skip
+SEEN = [
+    Seen(
+        host=HostSpec(name="a"),
+        state="up",
+        said=Said(state="up", version="0.1.0", seconds=3600.0, runs=(RUN,)),
+    ),
+    Seen(host=HostSpec(name="b", ssh="me@b"), state="unreachable", why="refused\033"),
+    Seen(host=HostSpec(name="c"), state="gone"),
+]
+
+
+def test_a_cluster_is_shown_with_its_runs_and_their_nodes() -> None:
+    assert list(cluster_lines(CLUSTER, SEEN)) == [
+        "cluster lab, launched then",
+        "a  up, 1 run, for 1:00:00, dbctl 0.1.0",
+        "    digits  agent-0 pid 40  1:01  me@here: /r\\x1b",
+        "        shard-0  pid 41  5.0 MiB  0:03",
+        "b  unreachable: refused\\x1b",
+        "c  gone",
+    ]
+    assert list(cluster_rows(CLUSTER, SEEN)) == [
+        ("lab", "a", "up", "1:00:00", "digits"),
+        ("lab", "b", "unreachable", "-", "-"),
+        ("lab", "c", "gone", "-", "-"),
+    ]
+
+
+def test_a_cluster_as_an_object() -> None:
+    found = json.loads(json.dumps(cluster_object(CLUSTER, SEEN)))
+    assert found["cluster"] == "lab"
+    assert [host["state"] for host in found["hosts"]] == ["up", "unreachable", "gone"]
+    assert found["hosts"][0]["runs"][0]["nodes"][0]["node"] == "shard-0"
+    assert found["hosts"][1] == {
+        "host": "b", "ssh": "me@b", "state": "unreachable", "why": "refused\033",
+        "version": None, "seconds": None, "runs": [],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_neither_a_cluster_nor_a_run() -> None:
+    with pytest.raises(UsageError, match="neither a cluster nor a run directory; none is known"):
+        look("lab")
+    with pytest.raises(UsageError, match="no such directory"):
+        look("./lab")
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_a_damaged_file_hides_no_other_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    place = Path(os.environ["XDG_STATE_HOME"]) / "dbctl" / "clusters"
+    place.mkdir(parents=True)
+    (place / "bad.json").write_text("{")
+    (place / "good.json").write_text(
+        json.dumps(
+            {"version": 1, "name": "good", "dbctl": "0", "protocol": 2, "launched": "then",
+             "keepers": []}
+        )
+    )  # fmt: skip
+    assert main(["status"]) == 0
+    assert "bad.json: damaged" in capsys.readouterr().out
+    assert main(["status", "--json"]) == 0
+    bad, good = json.loads(capsys.readouterr().out)["clusters"]
+    assert "damaged" in bad["error"]
+    assert good["hosts"] == []
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_what_is_watched_is_shown_anew_until_it_is_over(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(["running", "done"])
+
+    def sleep(seconds: float) -> None:
+        run_dir.write_status(STATUS | {"state": next(states), "test_accuracy": float("nan")})
+
+    sleep(0.0)
+    monkeypatch.setattr("dbctl.cli.status.time.sleep", sleep)
+    assert main(["status", str(run_dir.path), "--watch", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["state"] for one in found] == ["running", "done"]
+    assert found[0]["test_accuracy"] is None
+    assert found[0]["run_dir"] == str(run_dir.path)
+
+
+# -------------------------------------------------------------------------------------------- logs
+
+
+def write(run_dir: RunDir, **texts: str) -> None:
+    for name, text in texts.items():
+        with open(run_dir.logs / f"{name}.log", "a", encoding="utf-8", newline="") as file:
+            file.write(text)
+
+
+def test_logs_are_merged_by_time_with_a_prefix(run_dir: RunDir) -> None:
+    write(
+        run_dir,
+        a="10:00:00.000 a begins\n10:00:02.500 a fails\n  with a traceback\n",
+        bcd="before\n10:00:01.000 b begins\n10:00:02.500 b too\n10:00:03.000 half",
+    )
+    assert list(logs(run_dir, None, follow=False)) == [
+        "bcd | before",
+        "a   | 10:00:00.000 a begins",
+        "bcd | 10:00:01.000 b begins",
+        "a   | 10:00:02.500 a fails",
+        "a   |   with a traceback",
+        "bcd | 10:00:02.500 b too",
+        "bcd | 10:00:03.000 half",
+    ]
+
+
+def test_logs_over_midnight_stay_in_order(run_dir: RunDir) -> None:
+    write(
+        run_dir,
+        a="23:59:59.000 1\n00:00:01.000 3\n",
+        b="23:59:59.500 2\n00:00:01.500 4\n",
+    )
+    assert [line[-1] for line in logs(run_dir, None, follow=False)] == ["1", "2", "3", "4"]
+
+
+def test_one_log_has_no_prefix_and_is_escaped(run_dir: RunDir) -> None:
+    write(run_dir, a="\033[2J\tx\n", b="not this\n")
+    assert list(logs(run_dir, "a", follow=False)) == ["\\x1b[2J    x"]
+
+
+def test_a_node_that_has_no_log_is_told(run_dir: RunDir) -> None:
+    write(run_dir, a="x\n", b="x\n")
+    with pytest.raises(UsageError, match="there is no log of c; there are a, b"):
+        list(logs(run_dir, "c", follow=False))
+    with pytest.raises(UsageError, match="there is no log"):
+        list(logs(run_dir, "../run", follow=False))
+
+
+def test_following_shows_what_comes_and_ends_with_the_run(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole lines only, of nodes that begin later too, and the last ones."""
+    run_dir.write_status(STATUS)
+    write(run_dir, a="1\n2 is ")
+    steps = iter(
+        [
+            lambda: write(run_dir, a="long\n"),
+            lambda: write(run_dir, bb="3\n"),
+            lambda: write(run_dir, a="4\nthe end"),
+            lambda: run_dir.write_status(STATUS | {"state": "done"}),
+        ]
+    )
+    monkeypatch.setattr(show_logs.time, "sleep", lambda seconds: next(steps)())
+    found = list(logs(run_dir, None, follow=True))
+    assert found == ["a | 1", "a | 2 is long", "bb | 3", "a  | 4", "a  | the end"]
+
+
+def test_ctrl_c_ends_following_with_130(run_dir: RunDir) -> None:
+    run_dir.write_status(STATUS)
+    write(run_dir, a="1\n")
+    words = [sys.executable, "-m", "dbctl", "logs", str(run_dir.path), "-f"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"a | 1\n"
+        time.sleep(0.3)
+        process.send_signal(2)
+        _, err = process.communicate(timeout=10.0)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
