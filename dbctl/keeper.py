@@ -345,6 +345,6 @@ def main(argv: list[str]) -> int:
         log("keeper", f"ends: {keeper.serve()}")
     except BrokenPipeError:
         log("keeper", "ends: nobody heard that it stays")
-    finally:
-        keeper.close()
+    # Not after an exception: its log, with the traceback, stays until the next keeper sweeps it.
+    keeper.close()
     return 0

@@ -28,7 +28,7 @@ def children_of(parents: Collection[int]) -> dict[int, list[Process]]:
     """The living children of each process; dead ones that are not reaped are none."""
     found: dict[int, list[Process]] = {parent: [] for parent in parents}
     try:
-        up_s = float((PROC / "uptime").read_text("ascii").split()[0])
+        up_s = float((PROC / "uptime").read_bytes().split()[0])
         numbers = sorted(int(name) for name in os.listdir(PROC) if name.isdigit())
     except (OSError, ValueError):
         return found

@@ -330,6 +330,40 @@ def test_a_bad_file_starts_nothing(place: Place) -> None:
     assert place.keepers() == []
 
 
+# ------------------------------------------------------------------------------------- other users
+
+OTHER = """import array, os, sys
+import dbctl.__main__, dbctl.caller, dbctl.keeper  # what another user may not read
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+sys.argv = ["dbctl", *sys.argv[4:]]
+sys.exit(dbctl.__main__.main())
+"""
+
+
+def test_two_users_of_a_host_have_keepers_of_their_own(place: Place) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be somebody else")
+    (place.path / "other.py").write_text(OTHER)
+    other = place.path / "other"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} {place.path}/other.py "$@"\n')
+    other.chmod(0o755)
+    mine = {"name": "mine", "python": sys.executable, "workdir": str(place.path)}
+    theirs = {"name": "theirs", "python": str(other), "workdir": "/tmp"}
+    place.file.write_text(json.dumps({"version": 1, "hosts": [mine, theirs]}))
+    cluster = launch(str(place.file), None)
+    found = look(cluster)
+    assert [one.state for one in found] == ["up", "up"], found
+    directories = [Path(one.socket).parent.stat() for one in cluster.keepers]
+    assert [one.st_uid for one in directories] == [0, 65534]
+    assert [stat.S_IMODE(one.st_mode) for one in directories] == [0o700, 0o700]
+    crossed = zip(cluster.keepers, reversed(cluster.keepers), strict=True)
+    replies = standing.ask([(one.host, other.socket) for one, other in crossed], "stop")
+    assert all(isinstance(reply, LaunchError) for reply in replies)
+    found = look(cluster)
+    assert [one.state for one in found] == ["up", "up"], found
+
+
 # -------------------------------------------------------------------------------- looking, stopping
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from dbctl.keeper_start import PREFIX
-from tests.cluster.runs import ENDLESS, ROOT, TrainRun, kill, state, wait_for
+from dbctl.keeper_start import LOG, PREFIX
+from tests.cluster.netns import WORKDIR, Hosts
+from tests.cluster.runs import ENDLESS, ROOT, TrainRun, digits, kill, state, wait_for
 from tests.cluster.sshd import Sshd
 from tests.cluster.test_ssh_runs import EXPERIMENT, bits
 
@@ -352,3 +353,86 @@ def test_a_run_is_shown_while_it_runs_and_after(place: Place) -> None:
     assert "there is no log of shard-7; there are agent-0, evaluator-0, shard-0" in wrong.err or (
         "there is no log of shard-7; there are agent-0, shard-0" in wrong.err
     )
+
+
+# ------------------------------------------------------------------------------------ three hosts
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    directory = tmp_path_factory.mktemp("hosts")
+    with Hosts(directory, ("a", "b", "c"), hidden=tmp_path_factory.getbasetemp()) as three:
+        yield three
+
+
+def beside_keepers(hosts: Hosts) -> list[str]:
+    """What a run may have left on hosts where a keeper stands: it, its directory, nothing else."""
+    found = []
+    for name in hosts.space:
+        commands = hosts.processes(name).values()
+        keepers = [command for command in commands if command.endswith(" dbctl keeper --stdin")]
+        assert len(keepers) == 1, (name, commands)
+        found += [f"{name}: {command}" for command in commands if command not in keepers]
+        found += [f"{name}: {a} {w}" for a, w in hosts.listening(name).items() if "sshd" not in w]
+        root = hosts.seen(name)
+        there = [*(root / "tmp").glob("dbctl-*"), *(root / "dev/shm").glob("dbctl*")]
+        found += [str(path) for path in there if not path.name.startswith(PREFIX)]
+        found += [str(path) for path in (root / WORKDIR[1:]).iterdir()]
+        secrets = [path for path in (root / "tmp").glob("dbctl-*/*") if path.is_file()]
+        assert [path.name for path in secrets] == [LOG], "no key, and nothing else"
+    return found
+
+
+def test_two_trainings_at_once_on_three_hosts(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", hosts.path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    there = {"python": hosts.python, "workdir": WORKDIR, "slots": 3}
+    rows = [{"name": name, "ssh": where, **there} for name, where in hosts.address.items()]
+    file = tmp_path / "three.yaml"
+    file.write_text(json.dumps({"version": 1, "hosts": rows}))
+    Done("launch-cluster", str(file)).ok()
+    assert beside_keepers(hosts) == []
+    cut = digits(shards=3, partition={"count": 2}, threads=1, stop={"epochs": 6})
+    on = ("--cluster", "three")
+    with (
+        TrainRun(tmp_path, cut, *on, name="one") as one,
+        TrainRun(tmp_path, cut | {"seed": 8, "stop": ENDLESS}, *on, name="two") as two,
+    ):
+        wait_for(lambda: two.metrics("worker") and one.metrics("worker"), "both to train")
+        seen = Done("status", "three", "--json").json()["hosts"]
+        assert [host["state"] for host in seen] == ["up", "up", "up"]
+        assert {run["run_dir"] for host in seen for run in host["runs"]} <= {
+            str(one.dir),
+            str(two.dir),
+        }
+        assert one.process.wait(40.0) == 0, one.story()
+        assert one.status()["test_accuracy"] > 0.9
+        mine = Done("status", str(two.dir), "--json").json()["nodes"]
+        assert {node["host"] for node in mine.values()} == {"a", "b", "c"}
+        lines = Done("logs", str(two.dir)).ok().splitlines()
+        assert {line.split()[0] for line in lines} >= {"agent-0", "shard-2", "worker-1.1"}
+        two.signal(signal.SIGINT)
+        assert two.finish() == 130, two.story()
+        one.assert_nothing_left()
+    wait_for(lambda: beside_keepers(hosts) == [], "nothing of the runs", 3.0)
+    with TrainRun(tmp_path, cut | {"stop": ENDLESS}, *on, name="killed") as killed:
+        wait_for(lambda: killed.metrics("worker"), "it to train")
+        kill(killed.pid)
+        keepers = dict.fromkeys(hosts.space, 1)
+        wait_for(lambda: {n: len(hosts.processes(n)) for n in hosts.space} == keepers, "rest", 12.0)
+        shutil.rmtree(killed.runtime or "", ignore_errors=True)
+    for name in hosts.space:  # logs that could not be sent
+        for path in (hosts.seen(name) / WORKDIR[1:]).iterdir():
+            shutil.rmtree(path)
+    with TrainRun(tmp_path, cut | {"stop": ENDLESS}, *on, name="stopped") as stopped:
+        wait_for(lambda: stopped.metrics("worker"), "it to train")
+        told = Done("stop-cluster", "three").ok()
+        assert told.splitlines()[1:] == ["a  stopped", "b  stopped", "c  stopped"]
+        assert stopped.finish(15.0) == 1
+        assert "its cluster was stopped" in stopped.err
+    for name in hosts.space:
+        for path in (hosts.seen(name) / WORKDIR[1:]).iterdir():
+            shutil.rmtree(path)
+    wait_for(lambda: hosts.left() == [], f"nothing left of {hosts.left()}", 3.0)
