@@ -22,11 +22,11 @@ from dbctl.experiment.specs import HostSpec
 from dbctl.experiment.tree import Mapping as TreeMapping
 from dbctl.experiment.tree import Place, parse_tree, read_text
 from dbctl.launch.base import Answer, make_runtime
+from dbctl.launch.bootstrap import bring
 from dbctl.launch.ssh import SshLauncher
 from dbctl.plan import LOCALHOST
 from dbctl.process import escape_line
-from dbctl.run.bootstrap import bootstrap as bring_to
-from dbctl.run.findings import Finding, Here, Needs, of_answer, table
+from dbctl.run.findings import Finding, Here, Needs, of_answer, of_error, table
 from dbctl.run.hosts import GIVE_ADDRESS, TOKEN_BYTES, find_addresses, members
 from dbctl.run.preflight import Members, asked_of, here_for, judge, needs_of
 from dbctl.run.room import room_on
@@ -72,9 +72,16 @@ def doctor(path: str | None, *, bootstrap: bool = False) -> Report:
         hosts = [host for _, host in members(plan)]
         agents = [agent for agent, _ in members(plan)]
         needs = needs_of(plan, train, test, encrypted=wired(plan, {}).encrypted)
-    if bootstrap:
-        hosts = bring_to(hosts)
-    return examine(list(zip(agents, hosts, strict=True)), needs)
+    outcomes = bring(hosts) if bootstrap else hosts
+    asked = [
+        (agent, one)
+        for agent, one in zip(agents, outcomes, strict=True)
+        if isinstance(one, HostSpec)
+    ]
+    report = examine(asked, needs)
+    failed = [of_error(one) for one in outcomes if isinstance(one, LaunchError)]
+    answers = {host.name: report.answers.get(host.name) for host in hosts}
+    return Report(answers=answers, findings=[*failed, *report.findings])
 
 
 def is_hosts_file(path: str) -> bool:
