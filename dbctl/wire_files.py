@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from dbctl.pace import PIECE_BYTES
 from dbctl.wire import Message
 
-PART_ELEMENTS = 1 << 18  # of one VectorPart: 1 MiB of float32
-PIECE_ELEMENTS = 1 << 16  # of one PartData: 256 KiB of float32
+PIECE_ELEMENTS = PIECE_BYTES // 4  # float32, of one VectorPart or PartData
 MEAN, DEVIATION = "statistics.mean", "statistics.deviation"
 
 

@@ -15,7 +15,7 @@ from dbctl.roles.base import PlainBuffer, Send, View
 from dbctl.roles.cut_parts import CutParts
 from dbctl.roles.handouts import Handouts
 from dbctl.run import parts
-from dbctl.run.parts import WINDOW, FarParts
+from dbctl.run.parts import WINDOW_MOST, FarParts
 from dbctl.run.saver import Saved, Saver
 from dbctl.shards import ShardSpan
 from dbctl.wire import CutPart, Peer
@@ -71,7 +71,7 @@ class Far:
     def turn(self, now: float) -> None:
         """What the session's loop does."""
         due = self.far.due(now)
-        self.most_under_way = max(self.most_under_way, len(self.far._wishes))
+        self.most_under_way = max(self.most_under_way, len(self.far._pace._asked))
         for shard, asked in due:
             assert isinstance(asked, ReadPart)
             self.asked.append(asked)
@@ -82,8 +82,8 @@ class Far:
                 assert isinstance(answer.message, PartData)
                 data = answer.message
                 got = PartData(data.handout, data.start, data.payload.array.copy())
-                self.far.take(shard, got)
-                self.far.take(shard, got)
+                self.far.take(now, shard, got)
+                self.far.take(now, shard, got)
 
     def finish(self) -> Saved:
         for now in range(5_000):
@@ -109,9 +109,9 @@ def test_a_cut_of_another_host_is_written_from_pieces(tmp_path: Path) -> None:
     assert saved.path is not None, saved.error
     found = open_checkpoint(saved.path).read("parameters", Range(0, SIZE))
     np.testing.assert_array_equal(found, values)
-    assert 1 < far.most_under_way <= WINDOW
+    assert 1 < far.most_under_way <= WINDOW_MOST
     assert sum(asked.n for asked in far.asked) == SIZE, "each once"
-    assert not far.far._wishes, "nothing is kept"
+    assert not far.far._values, "nothing is kept"
 
 
 def test_what_is_lost_is_asked_for_again(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_is_not_finite_is_no_checkpoint(tmp_path: Path) -> None:
     assert far.finish() == Saved(8, None, "parameters: not finite at step 8")
     far.saver.close(WAIT_S)
     assert list(tmp_path.iterdir()) == []
-    assert not far.far._wishes
+    assert not far.far._values
 
 
 def test_the_end_of_the_run_ends_the_waiting(tmp_path: Path) -> None:
@@ -166,6 +166,6 @@ def test_a_shard_lends_only_what_is_out() -> None:
 
 def test_what_nobody_waits_for_is_not_kept() -> None:
     far = FarParts(SPANS, lambda: None)
-    far.take("shard-0", PartData(1, 0, np.zeros(3, np.float32)))
+    far.take(0.0, "shard-0", PartData(1, 0, np.zeros(3, np.float32)))
     assert far.due(0.0) == []
-    assert not far._wishes
+    assert not far._values

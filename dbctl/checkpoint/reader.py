@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,10 @@ class Checkpoint:
     @property
     def updates(self) -> int:
         return self.manifest.updates
+
+    def read_each(self, vector: str, spans: Sequence[Range]) -> Iterator[NDArray[Any]]:
+        """As `read`, for each of `spans`."""
+        return (self.read(vector, span) for span in spans)
 
     def read(self, vector: str, span: Range) -> NDArray[Any]:
         """Elements `span` of a flat vector: a new array (len(span),) of the checkpoint's dtype.

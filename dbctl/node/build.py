@@ -6,7 +6,7 @@ a shard loads no data, a worker no optimiser state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,7 +60,7 @@ class Saved(Protocol):
     @property
     def updates(self) -> int: ...
 
-    def read(self, vector: str, span: Range) -> Array: ...
+    def read_each(self, vector: str, spans: Sequence[Range]) -> Iterator[Array]: ...
 
 
 def build(spec: NodeSpec, allocate: Allocate, distant: Distant | None = None) -> Role:
@@ -152,9 +152,10 @@ def _values(
 
 def restore(out: Array, vector: str, checkpoint: Saved, *, cut: NetworkCut, span: Range) -> None:
     """Elements `span` of the cut's flat vector from a checkpoint of whole tensors."""
-    for piece in cut.pieces:
-        for start, run in piece.runs(span.intersection(piece.range)):
-            out[run.slice(span.start)] = checkpoint.read(vector, Range(start, start + len(run)))
+    runs = [r for piece in cut.pieces for r in piece.runs(span.intersection(piece.range))]
+    there = [Range(start, start + len(run)) for start, run in runs]
+    for (_, run), values in zip(runs, checkpoint.read_each(vector, there), strict=True):
+        out[run.slice(span.start)] = values
 
 
 def begin(out: Array, cut: NetworkCut, span: Range, *, seed: int) -> None:

@@ -1,25 +1,27 @@
 """What a node reads where it has none of the run's files: its controller has them, and sends parts.
 
-Rules of this file: one part is on its way, and is asked for again until it comes; what is read is
-in memory once. It is used while a role is built, before the node has said Ready.
+Rules of this file: what is on its way is what the line allows (pace.py), and is asked for again
+until it comes; what is read is in memory once. It is used while a role is built, before the node
+has said Ready.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from dbctl.data.prepare import Statistics
+from dbctl.pace import WINDOW_MOST, Pace
 from dbctl.plan import Sent
 from dbctl.region import Range
 from dbctl.roles.base import Array
 from dbctl.wire import Message, Peer
-from dbctl.wire_files import DEVIATION, MEAN, PART_ELEMENTS, ReadVector, VectorPart
+from dbctl.wire_files import DEVIATION, MEAN, PIECE_ELEMENTS, ReadVector, VectorPart
 
-AGAIN_S = 2.0
-AGAIN_MOST_S = 30.0  # a slow line brings the part meanwhile
+AGAIN_S = 4.0
+WAIT_S = 1.0
 CONTROLLER = "controller"
 
 Hear = Callable[[float], Sequence[tuple[Peer, Message]]]
@@ -36,38 +38,52 @@ class Distant:
         self.updates = sent.updates
         self.send = send
         self.hear = hear
+        self._window = 1
 
-    def read(self, vector: str, span: Range) -> Array:
-        """Elements `span` of a vector of the checkpoint: float32 (len(span),)."""
-        return self._read(vector, span, "float32")
+    def read_each(self, vector: str, spans: Sequence[Range]) -> Iterator[Array]:
+        """Elements of a vector of the checkpoint, for each of `spans`: float32 (len(span),).
+
+        The next ones are asked for while the first are on their way.
+        """
+        return self._read(vector, spans, "float32")
 
     def statistics(self, n_features: int) -> Statistics:
         """Those of the training rows: float64 (n_features,) each."""
-        whole = Range(0, n_features)
-        return Statistics(*(self._read(name, whole, "float64") for name in (MEAN, DEVIATION)))
+        whole = [Range(0, n_features)]
+        return Statistics(*(next(self._read(name, whole, "float64")) for name in (MEAN, DEVIATION)))
 
-    def _read(self, vector: str, span: Range, dtype: str) -> Array:
-        out = np.empty(len(span), dtype)
-        for start in range(span.start, span.stop, PART_ELEMENTS):
-            part = Range(start, min(start + PART_ELEMENTS, span.stop))
-            out[part.slice(span.start)] = self._part(ReadVector(vector, start, len(part)))
-        return out
+    def _read(self, vector: str, spans: Sequence[Range], dtype: str) -> Iterator[Array]:
+        pace: Pace[ReadVector] = Pace(AGAIN_S)
+        pace.window = self._window
+        came: dict[ReadVector, Array] = {}
+        ahead = (asked for span in spans for asked in _parts(vector, span))
+        n_wanted = 0
+        for span in spans:
+            out = np.empty(len(span), dtype)
+            for part in _parts(vector, span):
+                while part not in came:
+                    # As many as may be on their way are known to be wanted.
+                    while n_wanted < WINDOW_MOST and (asked := next(ahead, None)) is not None:
+                        pace.want(asked)
+                        n_wanted += 1
+                    self._turn(pace, came)
+                out[part.start - span.start :][: part.n] = came.pop(part)
+                n_wanted -= 1
+            self._window = pace.window
+            yield out
 
-    def _part(self, asked: ReadVector) -> Array:
-        again_s = AGAIN_S
-        while True:
+    def _turn(self, pace: Pace[ReadVector], came: dict[ReadVector, Array]) -> None:
+        """Asks for what is due, and waits for what comes."""
+        now = time.monotonic()
+        for asked in pace.due(now):
             self.send(asked)
-            ends = time.monotonic() + again_s
-            while (wait_s := ends - time.monotonic()) > 0.0:
-                for peer, message in self.hear(wait_s):
-                    if peer.node == CONTROLLER and _answers(message, asked):
-                        assert isinstance(message, VectorPart)
-                        return np.asarray(message.payload)
-            again_s = min(2.0 * again_s, AGAIN_MOST_S)
+        for peer, message in self.hear(min(WAIT_S, max(0.0, pace.again_at - now))):
+            if peer.node == CONTROLLER and isinstance(message, VectorPart):
+                answered = ReadVector(message.vector, message.start, len(message.payload))
+                if pace.came(time.monotonic(), answered):
+                    came[answered] = np.asarray(message.payload)
 
 
-def _answers(message: Message, asked: ReadVector) -> bool:
-    if not isinstance(message, VectorPart):
-        return False
-    said = (message.vector, message.start, len(message.payload))
-    return said == (asked.vector, asked.start, asked.n)
+def _parts(vector: str, span: Range) -> Iterator[ReadVector]:
+    for start in range(span.start, span.stop, PIECE_ELEMENTS):
+        yield ReadVector(vector, start, min(PIECE_ELEMENTS, span.stop - start))

@@ -19,7 +19,7 @@ from dbctl.wire import Ack, Fetch, Hello, Message, Params, Push, Return, Welcome
 
 MAX_BACK_OFF_S = 5.0
 MAX_PAYLOAD_BACK_OFF_S = 20.0
-SLOW_LINE = 4e6  # bytes a second: nothing is sent again before a line like that has brought it
+SLOW_LINE = 1e6  # bytes a second: nothing is sent again before a line like that has brought it
 MAX_RESENT = 2
 
 

@@ -1,7 +1,7 @@
 """The parts of a cut that are on another host: read from there while they are written here.
 
-Rules of this file: at most WINDOW pieces are on their way or wait to be written, whatever the size
-of the network; a lost one is asked for again.
+Rules of this file: at most WINDOW_MOST pieces are on their way or wait to be written, whatever the
+size of the network; how many of them are on their way at once is what the line allows (pace.py).
 
 Theory of operation. A shard that shares no memory with this machine hands its buffers out as ever,
 but says only how long they are; they do not change before they are given back. The saver's thread
@@ -14,27 +14,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import inf
 
 from dbctl.errors import CheckpointError
+from dbctl.pace import WINDOW_MOST, Pace
 from dbctl.roles.base import Array
 from dbctl.shards import ShardSpan
 from dbctl.wire import CutPart, Message
 from dbctl.wire_files import PIECE_ELEMENTS, PartData, ReadPart
 
-WINDOW = 4  # with 256 KiB each a lease is not held up by them, on a line of 1 Mbit/s
-AGAIN_S = 2.0
-AGAIN_MOST_S = 30.0
-
 Key = tuple[str, ReadPart]
-
-
-@dataclass(slots=True)
-class _Wish:
-    again_at: float = -inf
-    pause_s: float = AGAIN_S
-    values: Array | None = None
 
 
 class FarParts:
@@ -44,7 +32,8 @@ class FarParts:
         self._shards = shards
         self._wake = wake
         self._changed = threading.Condition()
-        self._wishes: dict[Key, _Wish] = {}
+        self._pace: Pace[Key] = Pace()
+        self._values: dict[Key, Array | None] = {}  # of those that are waited for; None: not there
         self._closed = False
 
     # ------------------------------------------------------------ the saver's thread
@@ -62,7 +51,7 @@ class FarParts:
         under_way: deque[Key] = deque()
         try:
             while left or under_way:
-                while left and len(under_way) < WINDOW:
+                while left and len(under_way) < WINDOW_MOST:
                     under_way.append(left.popleft())
                     self._wish(under_way[-1])
                 yield part.start + under_way[0][1].start, self._wait(under_way[0])
@@ -73,41 +62,36 @@ class FarParts:
 
     def _wish(self, key: Key) -> None:
         with self._changed:
-            self._wishes[key] = _Wish()
+            self._values[key] = None
+            self._pace.want(key)
         self._wake()
 
     def _drop(self, key: Key) -> None:
         with self._changed:
-            self._wishes.pop(key, None)
+            self._values.pop(key, None)
+            self._pace.drop(key)
 
     def _wait(self, key: Key) -> Array:
         with self._changed:
-            wish = self._wishes[key]
-            self._changed.wait_for(lambda: self._closed or wish.values is not None)
-            if wish.values is None:
+            self._changed.wait_for(lambda: self._closed or self._values[key] is not None)
+            values = self._values[key]
+            if values is None:
                 raise CheckpointError(key[0], "was asked for its parameters when the run ended")
-            return wish.values
+            return values
 
     # ------------------------------------------------------------ the session's loop
 
     def due(self, now: float) -> list[tuple[str, Message]]:
         """What is to be asked for now, of whom."""
-        found: list[tuple[str, Message]] = []
         with self._changed:
-            for key, wish in self._wishes.items():
-                if wish.values is None and now >= wish.again_at:
-                    wish.again_at = now + wish.pause_s
-                    wish.pause_s = min(2.0 * wish.pause_s, AGAIN_MOST_S)
-                    found.append(key)
-        return found
+            return list(self._pace.due(now))
 
-    def take(self, node: str, data: PartData) -> None:
+    def take(self, now: float, node: str, data: PartData) -> None:
         """Nothing where nobody waits for it (any more)."""
         key = (node, ReadPart(data.handout, data.start, len(data.payload)))
         with self._changed:
-            wish = self._wishes.get(key)
-            if wish is not None and wish.values is None:
-                wish.values = data.payload
+            if self._pace.came(now, key):
+                self._values[key] = data.payload
                 self._changed.notify_all()
 
     def close(self) -> None:

@@ -249,7 +249,7 @@ class Session:
                 return
             case PartData():
                 if self._saver is not None:
-                    self._saver.far.take(peer.node, message)
+                    self._saver.far.take(now, peer.node, message)
                 return
             case ReadVector():
                 self._send_part(peer, message)

@@ -1,8 +1,8 @@
 """What nodes of other hosts read of this machine's files: a checkpoint's vectors, statistics.
 
 Rules of this file: it reads, one part at a time, and keeps no part; which files these are is said
-here and never by a node. Theory of operation: a node asks for one part and then for the next, so
-nothing waits here and each host has at most one part a node on its way (dbctl/node/distant.py).
+here and never by a node. Theory of operation: a node asks for as many parts at once as its line
+carries (dbctl/pace.py, dbctl/node/distant.py), and each is answered when it is asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dbctl.plan import Sent
 from dbctl.region import Range
 from dbctl.rights import role_of
 from dbctl.wire import Peer
-from dbctl.wire_files import DEVIATION, MEAN, PART_ELEMENTS, ReadVector, VectorPart
+from dbctl.wire_files import DEVIATION, MEAN, PIECE_ELEMENTS, ReadVector, VectorPart
 
 
 class Vectors:
@@ -84,6 +84,6 @@ class Vectors:
 
 def _span(asked: ReadVector, size: int) -> Range | None:
     """What is asked for; None: it is not within `size` elements, or more than goes at once."""
-    if not (0 <= asked.start < asked.start + asked.n <= size and asked.n <= PART_ELEMENTS):
+    if not (0 <= asked.start < asked.start + asked.n <= size and asked.n <= PIECE_ELEMENTS):
         return None
     return Range(asked.start, asked.start + asked.n)
