@@ -309,9 +309,8 @@ def test_waiting_has_an_end_and_is_told(fake: Fake, monkeypatch: pytest.MonkeyPa
     begin = time.monotonic()
     found = bring(HOSTS, tell=told.append)
     assert time.monotonic() - begin < 3.0
-    assert [one.what for one in found if isinstance(one, LaunchError)] == [
-        "was not done in time"
-    ] * 2
+    faults = [one.what for one in found if isinstance(one, LaunchError)]
+    assert faults == ["did not say BOOTSTRAP in time"] * 2
     assert told == ["bringing dbctl to a, b: the first time that takes a minute"]
 
 

@@ -19,8 +19,9 @@ import select
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
@@ -29,10 +30,12 @@ from dbctl.launch.ssh_words import SSH_FAILED, again_after_s, closed_early, diag
 from dbctl.process import one_line, signals_held, tail
 
 LOOK_S = 0.25
+AGAIN_LIMIT_S = 30.0  # since the first try: a server that is still busy then may never be free
 
 
 class Talk:
-    """`words`: the ssh; `text`: what it is told first; `make_said`: what is expected first.
+    """`words`: the ssh; `text`: what it is told first, or a file that is all it is ever told;
+    `make_said`: what is expected first.
 
     `name` is what errors call the other end. `socket` is forwarded by ssh to here: "" or a path.
     `heard` are the fields of the line that is expected now, once it came; `error` is set where
@@ -45,7 +48,7 @@ class Talk:
         host: HostSpec,
         words: Sequence[str],
         *,
-        text: str,
+        text: str | Path,
         make_said: Callable[[], SaidLine],
         log_path: Path,
         socket: str = "",
@@ -64,6 +67,7 @@ class Talk:
         self._socket = socket
         self._log_start = 0
         self._n_tries = 0
+        self._again_until = 0.0
         self._begin_at = 0.0
 
     @property
@@ -72,15 +76,21 @@ class Talk:
 
     def start(self) -> None:
         self._n_tries += 1
+        self._again_until = self._again_until or time.monotonic() + AGAIN_LIMIT_S
         self.asked_s = time.time()
         self._said = self._make_said()
         self._remove_socket()  # ssh leaves it, and does not take it over
         try:
-            with open(self.log_path, "ab") as log, signals_held():
+            with ExitStack() as stack:
+                log = stack.enter_context(open(self.log_path, "ab"))
                 self._log_start = log.tell()
+                given: int | IO[bytes] = subprocess.PIPE
+                if isinstance(self._text, Path):
+                    given = stack.enter_context(open(self._text, "rb"))
+                stack.enter_context(signals_held())
                 self.process = subprocess.Popen(
                     self._words,
-                    stdin=subprocess.PIPE,
+                    stdin=given,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     start_new_session=True,
@@ -89,7 +99,8 @@ class Talk:
         except OSError as error:
             self.error = self.failed(f"ssh could not be started: {one_line(error)}")
             return
-        self._tell(self._text)
+        if isinstance(self._text, str):
+            self._tell(self._text)
 
     def _tell(self, text: str) -> None:
         assert self.process is not None
@@ -129,7 +140,7 @@ class Talk:
             early = status == SSH_FAILED and not self._said.data
             if early and closed_early(tail(self.log_path, self._log_start)):
                 self._begin_at = now + again_after_s(self._n_tries)
-                if self._begin_at < deadline:
+                if self._begin_at < min(deadline, self._again_until):
                     self.end(0.0)
                     return
             self.error = self.failed(str(error), status)
