@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from dbctl import shipment as shipment_module
 from dbctl.data.dataset import Dataset
 from dbctl.data.order import subset
+from dbctl.data.packing import RowsFile, digests
 from dbctl.data.prepare import statistics
 from dbctl.errors import DataError, LaunchError
 from dbctl.experiment.read import parse
@@ -25,6 +27,7 @@ from dbctl.node.build import build
 from dbctl.node.distant import Distant
 from dbctl.plan import NodeSpec, Plan
 from dbctl.roles.base import PlainBuffer, Record, Send
+from dbctl.run import shipments as shipments_module
 from dbctl.run.setting import (
     Origin,
     beginnings,
@@ -348,6 +351,38 @@ def test_the_data_going_away_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(LaunchError, match=r"worker-0.0 cannot be sent its rows: .*images\.gz"):
         sent.build("worker-0.0")
     assert sent.shipments.close() is not None
+
+
+@pytest.mark.parametrize(("kind", "name"), [("idx", "images"), ("targets", "y.npy")])
+def test_a_file_that_is_cut_while_it_is_sent_is_told(tmp_path: Path, kind: str, name: str) -> None:
+    """A mapping of it would end the controller by SIGBUS."""
+    sent = Sent(tmp_path, kind)
+    os.truncate(tmp_path / "files" / name, 150)
+    said = rf"worker-0.0 cannot be sent its rows: .*{name}: was changed while it was in use"
+    with pytest.raises(LaunchError, match=said):
+        sent.build("worker-0.0")
+
+
+def test_a_file_that_is_cut_before_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(*words: Any, **more: Any) -> list[str]:
+        os.truncate(tmp_path / "files" / "images", 150)
+        return digests(*words, **more)
+
+    monkeypatch.setattr(shipments_module, "digests", cut)
+    with pytest.raises(DataError, match="images: was changed while it was in use"):
+        Sent(tmp_path)
+
+
+def test_no_memory_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody answers, and the node asks for ever."""
+    sent = Sent(tmp_path)
+
+    def none_left(*words: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(RowsFile, "read", none_left)
+    with pytest.raises(LaunchError, match=r"worker-0\.0 cannot be sent its rows: MemoryError"):
+        sent.build("worker-0.0")
 
 
 def test_little_is_read_ahead_of_the_line(tmp_path: Path) -> None:

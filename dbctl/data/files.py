@@ -82,6 +82,12 @@ def size_of(file: IO[bytes]) -> int:
     return os.fstat(file.fileno()).st_size
 
 
+def file_id(file: IO[bytes]) -> tuple[int, int]:
+    """Device and inode of an open file: no other that exists has both."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino
+
+
 def file_digest(path: str, key: str, *, late: Callable[[], bool] = lambda: False) -> bytes:
     """SHA-256 over a file's size and bytes; of a large file over its size and both ends.
 

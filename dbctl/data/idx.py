@@ -18,12 +18,13 @@ import numpy as np
 from dbctl.data.files import (
     GzipStream,
     check_expansion,
+    file_id,
     is_gzip,
     open_file,
     size_of,
     take_bytes,
 )
-from dbctl.data.rows import ArrayRows, Rows, Stored, StreamRows
+from dbctl.data.rows import Extent, Rows, Stored, StreamRows, map_rows
 from dbctl.errors import DataError
 
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -63,8 +64,14 @@ def open_idx(path: str, key: str) -> Stored:
             whole = n == shape[0]
             return StreamRows(path, reopen, shape=(n, features), dtype=dtype, whole=whole)
         with open_file(path, key) as file:
-            taken = (n, features)
-            return ArrayRows(np.memmap(file, dtype, "r", offset=header_bytes, shape=taken))
+            extent = Extent(
+                path=path,
+                key=key,
+                file_id=file_id(file),
+                offset_bytes=header_bytes,
+                shape=(shape[0], features),
+            )
+            return map_rows(file, extent, dtype=dtype, n=n, shape=extent.shape)
 
     return Stored(path, dtype, shape, load)
 

@@ -2,7 +2,7 @@
 
 Rules of this file: bytes are those of the rows as they are stored, little-endian, behind numpy's
 own header, so that what reads them prepares the same numbers to the same bits. Nobody holds more
-than a block and what was asked for.
+than a block and what was asked for. A source's file is read, not mapped (data/file_rows.py).
 
 Theory of operation: the rows of a file are in rising order, whichever subset they are, so that a
 source is read from front to back: once for the digests of all its files, and again, from any byte
@@ -16,7 +16,7 @@ import errno
 import io
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, final
 
@@ -24,10 +24,12 @@ import numpy as np
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
+from dbctl.data.file_rows import FileRows
 from dbctl.data.rows import Array, ArrayRows, Indices, Rows
 from dbctl.errors import DataError, reason
 
 Bytes = NDArray[np.uint8]
+Readable = ArrayRows | FileRows  # from anywhere, not from the front only
 
 
 @final
@@ -52,7 +54,7 @@ class RowsFile:
         first, last = np.searchsorted(self._indices, (start, stop))
         return self._indices[first:last] - start
 
-    def read(self, rows: ArrayRows, start: int, n: int) -> Bytes:
+    def read(self, rows: Readable, start: int, n: int) -> Bytes:
         """Bytes [start, start + n) of the file; `rows` are those that it was made for."""
         assert 0 <= start <= start + n <= self.size, f"bytes {start} to {start + n} of {self.size}"
         out = np.empty(n, np.uint8)
@@ -78,11 +80,17 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return out.getvalue()
 
 
-def digests(rows: Rows, files: Sequence[RowsFile]) -> list[str]:
-    """The SHA-256 of each file, as hex; `rows`, those of all of them, are read once."""
+def digests(
+    rows: Rows, files: Sequence[RowsFile], *, between: Callable[[], None] = lambda: None
+) -> list[str]:
+    """The SHA-256 of each file, as hex; `rows`, those of all of them, are read once.
+
+    `between` is called before each block: what it raises ends this.
+    """
     hashed = [sha256(file.header) for file in files]
     start = 0
     for block in rows.blocks():
+        between()
         stop = start + len(block)
         for file, total in zip(files, hashed, strict=True):
             total.update(file.as_bytes(block[file.within(start, stop)]).data)
@@ -95,13 +103,13 @@ def label_rows(y: Array) -> ArrayRows:
     return ArrayRows(y.astype(np.min_scalar_type(int(y.max())))[:, None])
 
 
-def unpack(rows: Rows, path: str, directory: str) -> ArrayRows:
+def unpack(rows: Rows, path: str, directory: str) -> Readable:
     """The rows from a file in `directory` that has no name there, and goes with its last reader.
 
     Rows that can be read from anywhere are given back as they are. DataError: no room, or a damaged
     source; `path` is the source's.
     """
-    if isinstance(rows, ArrayRows):
+    if isinstance(rows, Readable):
         return rows
     size = rows.shape[0] * rows.shape[1] * rows.dtype.itemsize
     try:

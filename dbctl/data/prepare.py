@@ -13,6 +13,7 @@ rest: x minus the first is exact where the two are close, so that a large mean c
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -67,11 +68,12 @@ def _load(path: str, member: str) -> NDArray[np.float64]:
     return np.asarray(stored.load(stored.shape[0])).reshape(-1)
 
 
-def statistics(source: Source) -> Statistics:
+def statistics(source: Source, *, between: Callable[[], None] = lambda: None) -> Statistics:
     """Mean and deviation of each feature over all rows of `source`, read once, a block at a time.
 
     Rows with a number that is not finite are left out: training refuses them, and one of them would
-    make every row nan. Raises DataError when no row is left, or a deviation overflows float64.
+    make every row nan. `between` is called before each block: what it raises ends this. Raises
+    DataError when no row is left, or a deviation overflows float64.
 
     Blocks are joined as in Chan, Golub, LeVeque, *Updating Formulae and a Pairwise Algorithm for
     Computing Sample Variances* (1979): no sum of squares is ever taken about 0.
@@ -81,6 +83,7 @@ def statistics(source: Source) -> Statistics:
     squares = np.zeros(source.features)
     with np.errstate(over="ignore", invalid="ignore"):
         for raw in source.x.blocks():
+            between()
             block = raw.astype(np.float64)
             finite = np.isfinite(block).all(axis=1)
             if not finite.all():

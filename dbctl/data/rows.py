@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from math import prod
-from typing import IO, Any, final
+from typing import IO, Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +34,13 @@ BLOCK_BYTES = 4 << 20
 class Rows(ABC):
     """`shape` is (rows, features), `dtype` how they are stored; `mapped`: taking rows is cheap.
 
-    `np.asarray(rows)` reads them all.
+    `extent`: where they lie in a file, if they are mapped. `np.asarray(rows)` reads them all.
     """
 
     shape: tuple[int, int]
     dtype: np.dtype[Any]
     mapped: bool = False
+    extent: Extent | None = None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -73,11 +74,27 @@ class Stored:
     load: Callable[[int], Rows]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """Where an array (rows, features) is in a file: from byte `offset_bytes` on, in `order`.
+
+    `file_id`, device and inode: another file may have that path by now. `key`: open_file's.
+    """
+
+    path: str
+    key: str
+    file_id: tuple[int, int]
+    offset_bytes: int
+    shape: tuple[int, int]
+    order: Literal["C", "F"] = "C"
+
+
 @final
 class ArrayRows(Rows):
     """Rows of an array (n, ...), in memory or mapped; a row is flattened."""
 
-    def __init__(self, array: Array) -> None:
+    def __init__(self, array: Array, extent: Extent | None = None) -> None:
+        self.extent = extent
         # A memmap's own methods are slower than those of the plain array over the same memory.
         self.mapped = isinstance(array, np.memmap)
         self.array = np.asarray(array).reshape(len(array), prod(array.shape[1:]))
@@ -95,6 +112,16 @@ class ArrayRows(Rows):
 
     def take(self, indices: Indices) -> Array:
         return self.array.take(indices, axis=0)
+
+
+def map_rows(
+    file: IO[bytes], extent: Extent, *, dtype: np.dtype[Any], n: int, shape: tuple[int, ...]
+) -> ArrayRows:
+    """The first `n` of the array (rows, ...) at `extent` of an open file, mapped read-only."""
+    array: Any = np.memmap(file, dtype, "r", extent.offset_bytes, shape, extent.order)
+    # In Fortran's order a row of several dimensions is put together in memory.
+    in_file = extent.order == "C" or len(shape) < 3
+    return ArrayRows(array[:n], extent if in_file else None)
 
 
 def will_need(array: Array) -> None:

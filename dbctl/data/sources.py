@@ -13,6 +13,7 @@ the worker refuses its gradient (docs/reliability.md, G14).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -24,7 +25,7 @@ from dbctl.data.csv_file import read_csv
 from dbctl.data.files import file_digest
 from dbctl.data.idx import open_idx
 from dbctl.data.npy import open_npy, open_npz
-from dbctl.data.rows import Array, ArrayRows, Rows, Stored, StreamRows
+from dbctl.data.rows import Array, ArrayRows, Extent, Rows, Stored, StreamRows
 from dbctl.data.synthetic import SyntheticRows
 from dbctl.errors import DataError
 from dbctl.experiment.specs import (
@@ -49,12 +50,14 @@ class Source:
     x: `Rows` of shape (rows, features), as stored; `np.asarray(x)` reads them all.
     y: labels, int64 (rows,), or targets, floats (rows, outputs), maybe mapped.
     shape: of one row as the file has it, such as (28, 28). path: for messages.
+    y_extent: where y is in a file, if it is mapped.
     """
 
     path: str
     x: Rows
     y: Array
     shape: tuple[int, ...]
+    y_extent: Extent | None = None
 
     @property
     def rows(self) -> int:
@@ -138,7 +141,8 @@ def _join(x: Stored, y: Stored, limit: int | None) -> Source:
     if y.dtype.kind != "f":
         values = values.reshape(-1).astype(np.int64)
     _check_values(y.path, values)
-    return Source(x.path, x.load(n), values, x.shape[1:] or (1,))
+    extent = stored.extent if y.dtype.kind == "f" else None
+    return Source(x.path, x.load(n), values, x.shape[1:] or (1,), extent)
 
 
 def _used(path: str, n: int, limit: int | None) -> int:
@@ -163,8 +167,11 @@ def _check_values(path: str, y: Array) -> None:
         start += len(block)
 
 
-def check(source: Source, network: NetworkSpec) -> None:
-    """Whether `network` can be trained on `source`; a compressed file is read to its end for it.
+def check(
+    source: Source, network: NetworkSpec, *, between: Callable[[], None] = lambda: None
+) -> None:
+    """Whether `network` can be trained on `source`; a compressed file is read to its end for it,
+    and `between` called before each block: what it raises ends this.
 
     Raises DataError: another count of features, a label without an output, targets of another width
     or for a loss that takes only labels, a damaged file.
@@ -194,7 +201,7 @@ def check(source: Source, network: NetworkSpec) -> None:
         )
     if isinstance(source.x, StreamRows) and not source.x.verified:
         for _ in source.x.blocks():
-            pass
+            between()
 
 
 def _check_labels(source: Source, classes: int) -> None:

@@ -50,7 +50,7 @@ from dbctl.run.setting import (
     vectors_of,
 )
 from dbctl.run.shipments import Shipments, shipments_of
-from dbctl.run.signals import Signals
+from dbctl.run.signals import Interrupted, Signals
 from dbctl.run.wiring import UNENCRYPTED
 from dbctl.rundir import RunDir
 from dbctl.wire import Exited
@@ -119,6 +119,8 @@ def evaluate(
     try:
         with Signals() as signals:
             found = _evaluate(find(path), request, signals, logs=logs, warn=warn, lease_s=lease_s)
+    except Interrupted:
+        found = signals.status, None
     except (LaunchError, RunError):
         with contextlib.suppress(OSError):
             os.rmdir(logs)  # only if it is empty: what is said may name a log
@@ -147,10 +149,12 @@ def _evaluate(
             checkpoint = _choose(run_dir, request, warn)
             path = checkpoint.path
             check_network(checkpoint, experiment)
-            task = _Task(run_dir, experiment, request, checkpoint=checkpoint, warn=warn)
+            task = _Task(
+                run_dir, experiment, request, checkpoint=checkpoint, signals=signals, warn=warn
+            )
             for warning in task.warnings():
                 warn(warning)
-            return task.run(signals, logs=logs, lease_s=lease_s)
+            return task.run(logs=logs, lease_s=lease_s)
         except DbctlError as error:
             if path is None or path.exists():
                 raise
@@ -193,12 +197,14 @@ class _Task:
         request: Request,
         *,
         checkpoint: Checkpoint,
+        signals: Signals,
         warn: Callable[[str], None],
     ) -> None:
         self._run_dir = run_dir
         self._experiment = experiment
         self._request = request
         self._checkpoint = checkpoint
+        self._signals = signals
         self._warn = warn
         self._source = self._open()
         self._plan = make_evaluation_plan(
@@ -222,10 +228,10 @@ class _Task:
                 "dbctl resume makes it again"
             )
         source = open_source(spec)
-        check(source, self._experiment.network)
+        check(source, self._experiment.network, between=self._signals.check)
         return source
 
-    def run(self, signals: Signals, *, logs: str, lease_s: float) -> tuple[str, Evaluation | None]:
+    def run(self, *, logs: str, lease_s: float) -> tuple[str, Evaluation | None]:
         with ExitStack() as stack:
             predictions = None
             if self._request.predictions is not None:
@@ -235,7 +241,7 @@ class _Task:
                 )
                 predictions = stack.enter_context(file)
             records = _Records(predictions)
-            outcome = self._session(signals, records, logs=logs, lease_s=lease_s)
+            outcome = self._session(records, logs=logs, lease_s=lease_s)
             if outcome.status == "failed":
                 raise RunError(str(outcome.error or outcome.reason))
             if outcome.status != "done":
@@ -249,16 +255,14 @@ class _Task:
                 predictions.finish()
             return "done", self._evaluation(records.measured)
 
-    def _session(
-        self, signals: Signals, records: _Records, *, logs: str, lease_s: float
-    ) -> Outcome:
-        request = self._request
+    def _session(self, records: _Records, *, logs: str, lease_s: float) -> Outcome:
+        request, signals = self._request, self._signals
         if request.bootstrap:
             prepared = bootstrapped(self._plan, signals)
             if prepared is None:
                 return Outcome(status=signals.status)
             self._plan = prepared
-        plan = self._plan
+        plan, shipments = self._plan, self._shipments(logs)
         run, runtime = new_run_id(), make_runtime()
         origin = Origin(restore=str(self._checkpoint.path.absolute()), positions={})
         launcher = launcher_of(
@@ -275,7 +279,6 @@ class _Task:
             warn=self._warn,
             standing=standing_on(request.cluster, self._experiment, self._run_dir.path),
         )
-        shipments = self._shipments(logs)
         session = Session(
             run=run,
             runtime=runtime,
@@ -310,7 +313,12 @@ class _Task:
         split = self._request.split
         sources = {"train": None, "test": None, split: self._source}
         return shipments_of(
-            self._plan, sources["train"], sources["test"], split=split, directory=directory
+            self._plan,
+            sources["train"],
+            sources["test"],
+            split=split,
+            directory=directory,
+            between=self._signals.check,
         )
 
     def _evaluation(self, measured: Measured) -> Evaluation:

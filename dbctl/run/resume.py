@@ -10,7 +10,7 @@ all begin the next one. Shards are cuts of one vector: any count of them reads t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -43,8 +43,8 @@ from dbctl.run.setting import (
     plan_of,
 )
 from dbctl.run.shipments import shipments_of
-from dbctl.run.signals import Signals
-from dbctl.run.train import EXIT_CODES, Life
+from dbctl.run.signals import Interrupted, Signals
+from dbctl.run.train import EXIT_CODES, Life, gave_up
 from dbctl.run.wiring import Wiring
 from dbctl.rundir import RunDir
 from dbctl.wire import Position
@@ -101,9 +101,9 @@ def resume(
     CheckpointError: nothing was saved, nothing good was, or it is of another network or data.
     """
     overrides = overrides_on(cluster, overrides)
-    with Signals() as signals, find(path) as run_dir:
+    with Signals() as signals, contextlib.suppress(Interrupted), find(path) as run_dir:
         run_dir.lock()
-        found = prepare(run_dir, overrides)
+        found = prepare(run_dir, overrides, between=signals.check)
         for warning in found.warnings:
             display.warn(warning)
         if found.finished:
@@ -127,26 +127,38 @@ def resume(
             origin=found.origin,
             data=found.data,
             wiring=found.wiring,
-            shipments=shipments_of(found.plan, found.train, found.test, directory=run_dir.path),
+            shipments=shipments_of(
+                found.plan,
+                found.train,
+                found.test,
+                directory=run_dir.path,
+                between=signals.check,
+            ),
             needs=needs_of(found.plan, found.train, found.test, encrypted=found.wiring.encrypted),
             standing=standing_on(cluster, found.plan.experiment, run_dir.path),
         )
         life.coordinator.figures.first_loss = found.checkpoint.manifest.extra.get("first_loss")
         return life.run(signals, lease_s=lease_s, factories=factories)
+    return gave_up(signals, display)
 
 
-def prepare(run_dir: RunDir, overrides: Sequence[str] = ()) -> Resumption:
-    """What `resume` would go on with; nothing is started, only missing statistics are written."""
+def prepare(
+    run_dir: RunDir, overrides: Sequence[str] = (), *, between: Callable[[], None] = lambda: None
+) -> Resumption:
+    """What `resume` would go on with; nothing is started, only missing statistics are written.
+
+    `between` is called before each block of data that is read: what it raises ends this.
+    """
     check_overrides(overrides)
     checkpoint, warnings = newest_good(run_dir.checkpoints)
     experiment = load(str(run_dir.resolved), overrides)
     check_network(checkpoint, experiment)
     _check_rule(checkpoint, experiment)
-    train, test = open_data(experiment)
+    train, test = open_data(experiment, between=between)
     data = digest(experiment.data.train)
     _check_data(checkpoint, data)
     if experiment.data.train.standardize and not (run_dir.path / STATISTICS).exists():
-        keep_statistics(experiment, train, run_dir)
+        keep_statistics(experiment, train, run_dir, between=between)
     plan = plan_of(experiment, train, test)
     wiring = wire(plan)
     warnings = [*warnings, *check_room(plan, train, test)]

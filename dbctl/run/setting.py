@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,21 +52,32 @@ def new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-def open_data(experiment: Experiment) -> tuple[Source, Source | None]:
-    """Both splits, checked against the network. DataError names the file and what is wrong."""
+def open_data(
+    experiment: Experiment, *, between: Callable[[], None] = lambda: None
+) -> tuple[Source, Source | None]:
+    """Both splits, checked against the network. DataError names the file and what is wrong.
+
+    Here and below `between` is called before each block that is read: what it raises ends this.
+    """
     train = open_source(experiment.data.train)
-    check(train, experiment.network)
+    check(train, experiment.network, between=between)
     test = None
     if experiment.data.test is not None:
         test = open_source(experiment.data.test)
-        check(test, experiment.network)
+        check(test, experiment.network, between=between)
     return train, test
 
 
-def keep_statistics(experiment: Experiment, train: Source, run_dir: RunDir) -> None:
+def keep_statistics(
+    experiment: Experiment,
+    train: Source,
+    run_dir: RunDir,
+    *,
+    between: Callable[[], None] = lambda: None,
+) -> None:
     """`standardize`: mean and deviation of the training rows stay in the run directory."""
     if experiment.data.train.standardize:
-        statistics(train).save(str(run_dir.path / STATISTICS))
+        statistics(train, between=between).save(str(run_dir.path / STATISTICS))
 
 
 def resolve_threads(experiment: Experiment) -> Experiment:

@@ -19,13 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
+from dbctl.data.file_rows import unmapped
 from dbctl.data.order import subset
-from dbctl.data.packing import Bytes, RowsFile, digests, label_rows, unpack
+from dbctl.data.packing import Bytes, Readable, RowsFile, digests, label_rows, unpack
 from dbctl.data.rows import ArrayRows, Indices, Rows
 from dbctl.data.sources import Source
-from dbctl.errors import DataError, LaunchError
+from dbctl.errors import DbctlError, LaunchError
 from dbctl.experiment.specs import SandblasterSpec, SshCluster
 from dbctl.plan import Plan
+from dbctl.process import one_line
 from dbctl.roles.base import Effects, Record, Send
 from dbctl.shipment import Sender, Shipment, Shipped
 from dbctl.wire_ship import ReadShipment, ShipmentPart
@@ -39,11 +41,11 @@ class _Rows:
     """Rows that files are made of: those of a source, or its targets; `path` is for messages."""
 
     def __init__(self, rows: Rows, path: str) -> None:
-        self.rows = rows
+        self.rows = unmapped(rows)
         self.path = path
-        self._readable: ArrayRows | None = None
+        self._readable: Readable | None = None
 
-    def readable(self, directory: str) -> ArrayRows:
+    def readable(self, directory: str) -> Readable:
         """The same rows, to be read from anywhere."""
         if self._readable is None:
             self._readable = unpack(self.rows, self.path, directory)
@@ -77,7 +79,7 @@ class Shipments:
         directory: str,
     ) -> None:
         self.shipped = shipped
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = lambda: None
         self._files = files
         self._host_of = host_of
         self._directory = directory
@@ -158,7 +160,7 @@ class Shipments:
             node, asked = wanted
             try:
                 data = self._bytes(asked)
-            except (DataError, OSError) as error:
+            except Exception as error:  # no memory, too: unanswered, the node would ask for ever
                 self._fail(node, error)
                 return
             with self._changed:
@@ -171,12 +173,9 @@ class Shipments:
 
     def _fail(self, node: str, error: Exception) -> None:
         with self._changed:
-            self._error = LaunchError(node, f"cannot be sent its rows: {error}")
+            what = str(error) if isinstance(error, DbctlError) else one_line(error)
+            self._error = LaunchError(node, f"cannot be sent its rows: {what}")
         self.wake()
-
-
-def _nobody() -> None:
-    """Before there is a session."""
 
 
 # ---------------------------------------------------------------------------- what is needed
@@ -198,10 +197,12 @@ def shipments_of(
     *,
     split: str = "test",
     directory: Path | str,
+    between: Callable[[], None] = lambda: None,
 ) -> Shipments:
     """What the nodes of the plan need of data with `ship`; reads that once, for the digests.
 
     `split`: what evaluators measure. The sources of splits that nobody reads may be None.
+    `between` is called before each block that is read: what it raises ends this.
     """
     cluster, sources = plan.experiment.cluster, {"train": train, "test": test}
     host_of = {node.node: node.host for node in plan.nodes}
@@ -210,7 +211,10 @@ def shipments_of(
     if isinstance(cluster, SshCluster):
         there = {host.name: f"{host.workdir}/{DIRECTORY}" for host in cluster.members}
         needs = _needs(plan, split)
-        made = {name: _pack(plan, sources[name], needs, split=name) for name in _splits(needs)}
+        made = {
+            name: _pack(plan, sources[name], needs, split=name, between=between)
+            for name in _splits(needs)
+        }
         for need in needs:
             source = sources[need.split]
             assert source is not None
@@ -256,7 +260,12 @@ def _splits(needs: list[_Need]) -> list[str]:
 
 
 def _pack(
-    plan: Plan, source: Source | None, needs: list[_Need], *, split: str
+    plan: Plan,
+    source: Source | None,
+    needs: list[_Need],
+    *,
+    split: str,
+    between: Callable[[], None],
 ) -> dict[int | None, tuple[_File, _File]]:
     """The files x and y of each owner of rows of the split."""
     assert source is not None, f"no rows of {split}"
@@ -264,9 +273,10 @@ def _pack(
     picked = [_rows_of(plan, owner, source.rows) for owner in owners]
     labelled = source.kind == "labels"
     x = _Rows(source.x, source.path)
-    y = _Rows(label_rows(source.y) if labelled else ArrayRows(source.y), source.path)
+    targets = label_rows(source.y) if labelled else ArrayRows(source.y, source.y_extent)
+    y = _Rows(targets, source.path)
     made = [
-        _files(rows, picked, flat=rows is y and labelled, split=split, part=part)
+        _files(rows, picked, flat=rows is y and labelled, split=split, part=part, between=between)
         for part, rows in (("x", x), ("y", y))
     ]
     return dict(zip(owners, zip(*made, strict=True), strict=True))
@@ -283,10 +293,17 @@ def _rows_of(plan: Plan, owner: int | None, n_rows: int) -> Indices | None:
 
 
 def _files(
-    rows: _Rows, picked: list[Indices | None], *, flat: bool, split: str, part: str
+    rows: _Rows,
+    picked: list[Indices | None],
+    *,
+    flat: bool,
+    split: str,
+    part: str,
+    between: Callable[[], None],
 ) -> list[_File]:
     files = [RowsFile(rows.rows, one, flat=flat) for one in picked]
+    named = zip(digests(rows.rows, files, between=between), files, strict=True)
     return [
         _File(shipment=Shipment(digest, file.size), file=file, rows=rows, split=split, part=part)
-        for digest, file in zip(digests(rows.rows, files), files, strict=True)
+        for digest, file in named
     ]

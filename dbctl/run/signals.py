@@ -11,6 +11,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+
+class Interrupted(Exception):
+    """What takes its time was given up: a signal has come."""
+
+
 STATUS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped", signal.SIGHUP: "stopped"}
 
 
@@ -33,6 +38,11 @@ class Signals:
         # A run that a signal has ended says so by its exit status, whatever comes after it.
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if self.count else handler)
+
+    def check(self) -> None:
+        """For what takes its time before there is a session: Interrupted if a signal has come."""
+        if self.count:
+            raise Interrupted(self.status)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1

@@ -60,7 +60,7 @@ from dbctl.run.setting import (
     vectors_of,
 )
 from dbctl.run.shipments import Shipments, shipments_of
-from dbctl.run.signals import Signals
+from dbctl.run.signals import Interrupted, Signals
 from dbctl.run.wiring import UNENCRYPTED, Wiring
 from dbctl.rundir import RunDir, RunInfo, create
 
@@ -98,9 +98,9 @@ def train(
     `cluster`, whose hosts it is on instead of the file's.
     """
     overrides = overrides_on(cluster, overrides)
-    with Signals() as signals:
+    with Signals() as signals, contextlib.suppress(Interrupted):
         experiment = resolve_threads(load(path, overrides))
-        train_data, test_data = open_data(experiment)
+        train_data, test_data = open_data(experiment, between=signals.check)
         experiment, initial = _settled(experiment, path, overrides, warn=display.warn)
         plan = plan_of(experiment, train_data, test_data)
         wiring = wire(plan)
@@ -115,7 +115,7 @@ def train(
         with directory:
             directory.write_experiment(Path(path).read_bytes())
             directory.write_resolved(to_yaml(experiment))
-            keep_statistics(experiment, train_data, directory)
+            keep_statistics(experiment, train_data, directory, between=signals.check)
             origin = Origin(initialize=initial, positions=beginnings(experiment.replicas))
             data = digest(experiment.data.train)
             if initial:
@@ -128,11 +128,21 @@ def train(
                 origin=origin,
                 data=data,
                 wiring=wiring,
-                shipments=shipments_of(plan, train_data, test_data, directory=directory.path),
+                shipments=shipments_of(
+                    plan, train_data, test_data, directory=directory.path, between=signals.check
+                ),
                 needs=needs_of(plan, train_data, test_data, encrypted=wiring.encrypted),
                 standing=standing_on(cluster, experiment, directory.path),
             )
             return life.run(signals, lease_s=lease_s, factories=factories)
+    return gave_up(signals, display)
+
+
+def gave_up(signals: Signals, display: Display) -> int:
+    """The exit status of a life that a signal ended before anything was started."""
+    display.warn(f"{signals.status} while the data were read: nothing was started")
+    display.close()
+    return EXIT_CODES[signals.status]
 
 
 def _settled(
