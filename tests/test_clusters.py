@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import stat
 import subprocess
@@ -285,6 +286,23 @@ def test_a_host_that_is_lost_before_the_last_word_ends_the_others(place: Place) 
     assert place.keepers() == []
 
 
+def test_a_host_that_ends_what_a_user_leaves_is_told(place: Place) -> None:
+    """As systemd's KillUserProcesses does when the session is over."""
+    place.spoil(
+        "b",
+        'sh -c "$3" | tee "$DIRECTORY/said"\n'
+        """pid=$(sed -n 's/^STAYS {"pid": \\([0-9]*\\)}/\\1/p' "$DIRECTORY/said")\n"""
+        '[ -z "$pid" ] || kill -9 $pid; exit 0\n',
+    )
+    with pytest.raises(LaunchError) as caught:
+        launch(place.hosts("a", "b"), None)
+    assert "keeper on b does not outlive the ssh that started it" in str(caught.value)
+    assert "`loginctl enable-linger`" in str(caught.value)
+    assert known() == []
+    [left] = place.keepers()  # the killed one's
+    shutil.rmtree(left)
+
+
 def test_another_command_was_faster(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     bring_up = clusters.bring_up
 
@@ -392,7 +410,7 @@ def test_each_host_has_its_state(place: Place, monkeypatch: pytest.MonkeyPatch) 
     assert stopped == dict.fromkeys("abcd", "stopped") | {"e": "gone"}
     assert known() == []
     for path in place.keepers():  # of the killed one
-        subprocess.run(["rm", "-r", path], check=True)
+        shutil.rmtree(path)
 
 
 def test_a_cluster_is_not_forgotten_while_a_keeper_may_live(place: Place) -> None:

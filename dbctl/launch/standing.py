@@ -142,14 +142,14 @@ def ask(rows: Sequence[tuple[HostSpec, str]], what: str) -> list[Reply]:
         finally:
             # An answer is the last that is said; who gives none is not waited for any more.
             end_all(talks, END_LIMIT_S if all(talk.heard for talk in talks) else 0.0)
-        return [
-            talk.heard
-            if talk.heard is not None
-            else _without_log(talk.failed("no answer"))
-            if talk.error is None
-            else _without_log(talk.error)
-            for talk in talks
-        ]
+        return [_reply(talk) for talk in talks]
+
+
+def _reply(talk: Talk) -> Reply:
+    if talk.error is not None:
+        return _without_log(talk.error)
+    assert talk.heard is not None, "whoever is late has an error"
+    return talk.heard
 
 
 def is_gone(reply: Reply) -> bool:

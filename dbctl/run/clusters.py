@@ -231,6 +231,7 @@ def launch(
         keepers=tuple(keepers),
     )
     try:
+        _check_that_they_stay(cluster)
         _write(cluster)
     except BaseException as error:
         ask(_rows(cluster), "stop")
@@ -240,6 +241,18 @@ def launch(
             raise UsageError(f"{file}: cannot be written: {reason(error)}") from error
         raise
     return cluster
+
+
+def _check_that_they_stay(cluster: Cluster) -> None:
+    """The ssh that started them has ended; LaunchError where keepers went with it."""
+    lost = [one.host.name for one in look(cluster) if one.state == "gone"]
+    if lost:
+        raise LaunchError(
+            "keeper",
+            "does not outlive the ssh that started it",
+            host=", ".join(lost),
+            cure="where systemd ends what a user leaves, `loginctl enable-linger` as that user",
+        )
 
 
 def _make_way(cluster: Cluster) -> None:
