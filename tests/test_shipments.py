@@ -6,6 +6,7 @@ import gzip
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from dbctl import pace
 from dbctl import shipment as shipment_module
 from dbctl.data.dataset import Dataset
 from dbctl.data.order import subset
@@ -25,6 +27,7 @@ from dbctl.experiment.specs import Experiment
 from dbctl.launch.base import AgentHandle
 from dbctl.node.build import build
 from dbctl.node.distant import Distant
+from dbctl.pace import Pace
 from dbctl.plan import NodeSpec, Plan
 from dbctl.roles.base import PlainBuffer, Record, Send
 from dbctl.run import shipments as shipments_module
@@ -247,8 +250,8 @@ def test_pixels_are_sent_as_bytes_and_each_row_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_over_a_bad_line_too(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipment_module, "PIECE_BYTES", 17)
-    for name in ("AGAIN_S", "AGAIN_MOST_S"):
-        monkeypatch.setattr(shipment_module, name, 0.002)
+    monkeypatch.setattr(shipment_module, "Pace", partial(Pace, 0.002))
+    monkeypatch.setattr(pace, "AGAIN_MOST_S", 0.002)
     sent = Sent(tmp_path, seed=seed)
     sent.lost, sent.repeated = 0.05 * seed, 0.1
     assert all_of(rows_in(sent.build("worker-1.0"))) == locally(sent, 1)
