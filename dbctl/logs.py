@@ -4,9 +4,9 @@ Rules of this file: it reads and writes log files and knows no link. Both sides 
 a log was read, how far it was filed), so any message may be lost, repeated or late.
 
 Theory of operation. `LogSender` (in the agent) has at most one piece under way: it is said again
-until it is filed, and only then comes the next, of the next log in turn that has grown. So the
-control link never holds more than one piece of logs, and a controller that does not read costs
-nothing. `LogFiles` (in the controller) appends what begins where it stands and answers with where
+until it is filed, with growing pauses, and only then comes the next, of the next log in turn that
+has grown. So hardly more than one piece of logs is ever in front of a beat, and a controller that
+does not read costs nothing. `LogFiles` (in the controller) appends what begins where it stands and answers with where
 it stands. A full disk here must end nobody: what cannot be written is passed over.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from dbctl.wire_logs import TEXT_BYTES, LogFiled, LogText
 
 AGAIN_S = 0.5
+AGAIN_MOST_S = 8.0  # a line that stands still for a lease is not filled with one piece
 
 
 class LogSender:
@@ -28,16 +29,19 @@ class LogSender:
         self.directory = directory
         self.filed: dict[str, int] = {}
         self._under_way: LogText | None = None
-        self._said_at = 0.0
+        self._again_at = 0.0
+        self._pause_s = AGAIN_S
         self._last = ""
 
     def due(self, nodes: Iterable[str], now: float) -> LogText | None:
         """What to say now, of the logs of `nodes`; None: nothing, or it waits for an answer."""
         if self._under_way is None:
             self._under_way = self._next(sorted(nodes))
-        elif now - self._said_at < AGAIN_S:
+            self._pause_s = AGAIN_S
+        elif now < self._again_at:
             return None
-        self._said_at = now
+        self._again_at = now + self._pause_s
+        self._pause_s = min(2.0 * self._pause_s, AGAIN_MOST_S)
         return self._under_way
 
     def take(self, answer: LogFiled) -> None:
