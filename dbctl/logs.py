@@ -6,8 +6,9 @@ a log was read, how far it was filed), so any message may be lost, repeated or l
 Theory of operation. `LogSender` (in the agent) has at most one piece under way: it is said again
 until it is filed, with growing pauses, and only then comes the next, of the next log in turn that
 has grown. So hardly more than one piece of logs is ever in front of a beat, and a controller that
-does not read costs nothing. `LogFiles` (in the controller) appends what begins where it stands and answers with where
-it stands. A full disk here must end nobody: what cannot be written is passed over.
+does not read costs nothing. `LogFiles` (in the controller) appends what begins where it stands and
+answers with where it stands. A full disk here must end nobody: what cannot be written is passed
+over.
 """
 
 from __future__ import annotations

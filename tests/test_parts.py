@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from dbctl.checkpoint.reader import open_checkpoint
+from dbctl.pace import WINDOW_MOST
 from dbctl.region import Range
 from dbctl.roles.base import PlainBuffer, Send, View
 from dbctl.roles.cut_parts import CutParts
 from dbctl.roles.handouts import Handouts
 from dbctl.run import parts
-from dbctl.run.parts import WINDOW_MOST, FarParts
+from dbctl.run.parts import FarParts
 from dbctl.run.saver import Saved, Saver
 from dbctl.shards import ShardSpan
 from dbctl.wire import CutPart, Peer
@@ -162,6 +164,21 @@ def test_a_shard_lends_only_what_is_out() -> None:
         assert far.read(ReadPart(*wrong)) == []
     far.returned(part.handout)
     assert far.read(ReadPart(part.handout, 0, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("start", "size"), [(0, HALF + 1), (0, 1 << 62), (-1, 2), (SIZE, 1), (3, -1), (HALF, 0)]
+)
+def test_a_part_that_no_shard_holds_is_no_checkpoint(tmp_path: Path, start: int, size: int) -> None:
+    """A size is not believed: nothing is asked for, and no memory taken."""
+    far = Far(tmp_path, np.zeros(SIZE, np.float32))
+    wrong = replace(far.parts[0], start=start, size=size)
+    far.saver.save(complete([wrong, far.parts[1]], step=8), FACTS)
+    said = f"parameters: elements {start} to {start + size} were handed out, which no shard holds"
+    assert far.finish() == Saved(8, None, said)
+    far.saver.close(WAIT_S)
+    assert far.asked == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_nobody_waits_for_is_not_kept() -> None:

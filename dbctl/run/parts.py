@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from dbctl.errors import CheckpointError
 from dbctl.pace import WINDOW_MOST, Pace
@@ -41,24 +42,35 @@ class FarParts:
     def pieces(self, part: CutPart) -> Iterator[tuple[int, Array]]:
         """What the part holds, in order: (first element's place in the flat vector, elements).
 
-        CheckpointError: the run is over, and nothing more comes.
+        CheckpointError: the run is over, and nothing more comes; or no shard holds that.
         """
-        holder = next(s.node for s in self._shards if s.start <= part.start < s.stop)
-        left = deque(
+        holder = self._holder(part)
+        left = (
             (holder, ReadPart(part.handout, start, min(PIECE_ELEMENTS, part.size - start)))
             for start in range(0, part.size, PIECE_ELEMENTS)
         )
         under_way: deque[Key] = deque()
         try:
-            while left or under_way:
-                while left and len(under_way) < WINDOW_MOST:
-                    under_way.append(left.popleft())
-                    self._wish(under_way[-1])
+            while True:
+                for key in islice(left, WINDOW_MOST - len(under_way)):
+                    under_way.append(key)
+                    self._wish(key)
+                if not under_way:
+                    return
                 yield part.start + under_way[0][1].start, self._wait(under_way[0])
                 self._drop(under_way.popleft())
         finally:
             for key in under_way:
                 self._drop(key)
+
+    def _holder(self, part: CutPart) -> str:
+        stop = part.start + part.size
+        for shard in self._shards:
+            if shard.start <= part.start < stop <= shard.stop:
+                return shard.node
+        raise CheckpointError(
+            part.vector, f"elements {part.start} to {stop} were handed out, which no shard holds"
+        )
 
     def _wish(self, key: Key) -> None:
         with self._changed:
