@@ -86,7 +86,7 @@ def test_an_installed_dbctl_knows_its_needs_too(monkeypatch: pytest.MonkeyPatch)
 
 PIP = """#!/bin/sh
 # Stands for a Python, its `venv` and its `pip`: says what it was asked for.
-echo "$@" >> {log}
+echo "$@" >> {log}; echo "$PIP_INDEX_URL" >> {home}/index
 case "$*" in
   *"import dbctl"*) [ -e {home}/broken ] && exit 1 ; exit 0 ;;
   *"-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python" ;;
@@ -111,6 +111,7 @@ class There:
         self.log.write_text("")
         values = {
             "workdir": str(self.workdir),
+            "env": {"PIP_INDEX_URL": "https://index.example"},
             "name": "dbctl-1-py3-none-any.whl",
             "digest": digest or hashlib.sha256(data).hexdigest(),
         }
@@ -151,6 +152,7 @@ def test_it_is_made_once(there: There) -> None:
     )
     left = {path.name for path in there.workdir.iterdir()}
     assert left == {"venv", "venv.lock", "venv.sha256"}, "the wheel is not kept"
+    assert set((there.home / "index").read_text().split()) == {"https://index.example"}
 
 
 def test_another_wheel_of_the_same_version_replaces_it(there: There) -> None:
@@ -260,7 +262,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return Fake(tmp_path, monkeypatch)
 
 
-HOSTS = [HostSpec(name="a", workdir="/w"), HostSpec(name="b")]
+HOSTS = [HostSpec(name="a", workdir="/w", env=("A=b=c",)), HostSpec(name="b")]
 MADE = (
     """echo 'Welcome'; printf 'no newline'; printf '\\nBOOTSTRAP {"python": "/v/bin/python"}\\n'"""
 )
@@ -272,7 +274,7 @@ def test_hosts_come_back_with_their_python(fake: Fake) -> None:
     assert [one.python for one in found if isinstance(one, HostSpec)] == ["/v/bin/python"] * 2
     given = sorted(path.read_bytes() for path in fake.directory.glob("given.*"))
     line, _, data = given[0].partition(b"\n")
-    assert json.loads(line)["workdir"] == "/w"
+    assert (json.loads(line)["workdir"], json.loads(line)["env"]) == ("/w", {"A": "b=c"})
     assert data == make_wheel().data
     assert json.loads(line)["digest"] == make_wheel().digest
 

@@ -112,6 +112,13 @@ def test_a_way_that_is_closed_names_both_ends() -> None:
     assert "let TCP through" in one.cure
 
 
+def test_a_way_that_nobody_goes_may_be_closed() -> None:
+    """Workers need not reach each other: only shards and, where replicas are cut, partners."""
+    closed = answer(**{"agent-1": "No answer within 4 s"})
+    assert found(closed, Needs(reaches=frozenset())) == []
+    assert len(found(closed, Needs(reaches=frozenset({"b"})))) == 1
+
+
 def test_the_clock_is_judged_by_what_is_sure() -> None:
     """A host that took ten seconds to answer may have said its time at any of them."""
     slow = Answer(facts=GOOD, reached={}, asked_s=990.0, heard_s=1010.0)
@@ -241,6 +248,8 @@ def test_hosts_need_the_files_that_their_processes_read(tmp_path: Path) -> None:
     assert other["b"].files == (train,)
     sent = needs_of(plan(tmp_path, ship=True), None, None, encrypted=True)
     assert {needs.files for needs in sent.values()} == {()}, "they are sent their rows"
+    assert (wanted["a"].reaches, wanted["b"].reaches) == ({"b"}, set()), "shards only answer"
+    assert (wanted["a"].listens, wanted["b"].listens) == (False, True)
     assert wanted["a"].room is not None
     assert {*wanted["a"].room.memory} == {"worker"}
     assert {*wanted["b"].room.memory} == {"shard", "evaluator"}  # type: ignore[union-attr]
@@ -258,6 +267,10 @@ def test_several_hosts_are_to_reach_each_other() -> None:
     assert asked.reach
     assert asked.only
     assert asked.of("agent-1") == {"address": "10.0.0.2", "files": ()}
+    one_way = asked_of(MEMBERS, {"left": Needs(listens=False)}, {"left": "10.0.0.1", "b": "::2"})
+    assert [one_way.of(agent)["address"] for agent, _ in MEMBERS] == ["", "::2"]
+    assert one_way.reach
+    assert not asked_of(MEMBERS[:1], {}, {}).reach
 
 
 # ----------------------------------------------------------------------------------- the doctor

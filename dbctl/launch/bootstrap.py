@@ -64,7 +64,12 @@ def bring(
 
 
 def _talk(host: HostSpec, wheel: Wheel, directory: Path) -> Talk:
-    values = {"workdir": host.workdir, "name": wheel.name, "digest": wheel.digest}
+    values = {
+        "workdir": host.workdir,
+        "env": dict(variable.split("=", 1) for variable in host.env),
+        "name": wheel.name,
+        "digest": wheel.digest,
+    }
     given = directory / f"{host.name}.in"
     given.write_bytes(json.dumps(values).encode() + b"\n" + wheel.data)
     return Talk(

@@ -5,7 +5,7 @@ imports the standard library only, and is readable to Pythons that are too old, 
 It may be broken off at any point and repeated: the digest that says what is installed
 is taken away first and written last. Who comes while another is at it waits and finds it done.
 
-Standard input: a line of JSON (`workdir`, the wheel's `name` and `digest`), then the wheel. The
+Standard input: a line of JSON (`workdir`, `env`, the `name` and `digest` of a wheel), then it. The
 answer is the last line of standard output; pip's own words go to standard error.
 """
 
@@ -27,6 +27,7 @@ def main() -> int:
     if sys.version_info[:2] < OLDEST:
         version = ".".join(str(part) for part in sys.version_info[:3])
         return fail(f"its Python is {version}", "give it a `python` of 3.11 or later")
+    os.environ.update(wanted["env"])  # where pip finds its index, and the way there
     workdir = os.path.abspath(os.path.expanduser(wanted["workdir"]))
     try:
         os.makedirs(workdir, exist_ok=True)

@@ -115,7 +115,7 @@ class Asked:
     @property
     def reach(self) -> bool:
         """Whether each is to say which of the others it reaches."""
-        return sum(bool(question.get("address")) for question in self.questions.values()) > 1
+        return any(question.get("address") for question in self.questions.values())
 
 
 NOTHING = Asked()

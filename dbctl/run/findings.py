@@ -40,13 +40,19 @@ class Finding:
 class Needs:
     """What is wanted of one host; by default nothing but dbctl itself.
 
-    `files`: data files that it must have as they are here; `threads`: of all its workers together.
+    `files`: data files that it must have as they are here; `threads`: of all its workers together;
+    `listens`: others come to it; `reaches`: the hosts that it must reach, None: all of them.
     """
 
     files: tuple[str, ...] = ()
     room: Room | None = None
     threads: int = 0
     encrypted: bool = False
+    listens: bool = True
+    reaches: frozenset[str] | None = None
+
+    def must_reach(self, host: str) -> bool:
+        return self.reaches is None or host in self.reaches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +108,7 @@ def of_answer(
         what = f"cannot listen on its address: {facts.address_fault.lower()}"
         yield found("address", what, "give it the `address` that is its own")
     for agent, fault in answer.reached.items():
-        if fault and agent in names:
+        if fault and agent in names and needs.must_reach(names[agent].name):
             other = names[agent]
             what = f"does not reach {other.name} at {other.reached_at}: {fault.lower()}"
             do = f"let TCP through between them, or give {other.name} another `address`"

@@ -19,6 +19,7 @@ from dbctl.launch.ssh_words import Asked
 from dbctl.plan import LOCALHOST, Plan
 from dbctl.run.findings import Finding, Here, Needs, of_answer, of_error, refusal, sentence
 from dbctl.run.room import room_on
+from dbctl.run.wiring import talks_to
 
 Members = Sequence[tuple[str, HostSpec]]
 
@@ -37,6 +38,17 @@ def needs_of(
     """
     if plan.hosts == (LOCALHOST,):
         return {}
+    host_of = {node.node: node.host for node in plan.nodes}
+    reaches = {
+        host: {
+            host_of[name]
+            for node in plan.nodes
+            if node.host == host
+            for name in talks_to(plan, node)
+        }
+        - {host}
+        for host in plan.hosts
+    }
     needs = {}
     data = plan.experiment.data
     for host in plan.hosts:
@@ -50,6 +62,8 @@ def needs_of(
             room=room_on(plan, host, train=train, test=test),
             threads=sum(node.threads for node in nodes if node.role == "worker"),
             encrypted=encrypted,
+            listens=any(host in targets for targets in reaches.values()),
+            reaches=frozenset(reaches[host]),
         )
     return needs
 
@@ -68,17 +82,13 @@ def asked_of(
     *,
     only: bool = False,
 ) -> Asked:
-    """The questions: `address_of` hosts that others come to, empty where there is one host only."""
-    return Asked(
-        questions={
-            agent: {
-                "address": address_of.get(host.name, ""),
-                "files": needs.get(host.name, Needs()).files,
-            }
-            for agent, host in members
-        },
-        only=only,
-    )
+    """The questions; `address_of` each host is empty where there is one only."""
+    questions = {}
+    for agent, host in members:
+        wanted = needs.get(host.name, Needs())
+        address = address_of.get(host.name, "") if wanted.listens else ""
+        questions[agent] = {"address": address, "files": wanted.files}
+    return Asked(questions=questions, only=only)
 
 
 def judge(

@@ -94,21 +94,14 @@ def only_row(said: str) -> str:
         ({"ssh": "failing"}, "agent  ended", ["exit status 1", "conda: command not found"]),
         ({"python": "/no/such/python3"}, "python  ended", ["there is no /no/such/python3"]),
         ({"workdir": "/proc/none"}, "workdir  cannot write in /proc/none", ["another `workdir`"]),
-        ({"address": "192.0.2.7"}, "address  cannot listen", ["the `address` that is its own"]),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
 )
 def test_a_bad_host_is_told(
     sshd: Sshd, tmp_path: Path, changes: dict[str, Any], row: str, words: list[str]
 ) -> None:
-    experiment = pair(sshd, tmp_path, **changes)
-    if "address" in changes:  # loopback is no address beside another one
-        experiment["cluster"]["hosts"][0]["address"] = "192.0.2.8"
-        said = refused(tmp_path, experiment)
-        assert said.count("cannot listen on its address") == 2
-    else:
-        said = refused(tmp_path, experiment)
-        assert only_row(said).startswith(row), said
+    said = refused(tmp_path, pair(sshd, tmp_path, **changes))
+    assert only_row(said).startswith(row), said
     for word in words:
         assert word in said, said
 
@@ -362,7 +355,7 @@ def test_hosts_that_do_not_reach_each_other(
     finally:
         in_space(hosts.space["a"], "route", "del", "unreachable", f"{hosts.address['b']}/32")
     assert f"does not reach b at {hosts.address['b']}: no route to host" in said
-    assert f"does not reach a at {hosts.address['a']}: no answer within 4 s" in said
+    assert said.count("does not reach") == 1, "nobody has to come to the worker's host"
     assert "let TCP through between them" in said
     assert hosts.left() == []
 
