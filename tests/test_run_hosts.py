@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from dbctl.errors import PlanError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.local import LocalLauncher
 from dbctl.launch.ssh_words import errand, ssh_command
+from dbctl.run import hosts
 from dbctl.run.dry import dry_run
-from dbctl.run.hosts import addresses, launcher_of, wire
+from dbctl.run.hosts import _look_up, addresses, launcher_of, wire
 from dbctl.run.preflight import Preflight
 from dbctl.run.train import prepare, train
 from dbctl.run.wiring import UNENCRYPTED
@@ -128,6 +131,36 @@ def test_loopback_is_no_address_for_others_unless_all_are_this_machine() -> None
         "host c: others would connect to 127.0.1.1, and reach themselves: "
         "give each its `address`, where the other hosts reach it"
     )
+
+
+@pytest.mark.parametrize("name", ["a..b", "a" * 64 + ".org"])
+def test_what_can_be_no_name_is_told(name: str) -> None:
+    with pytest.raises(PlanError, match=f"host h: no address of {name} is known here: UnicodeErr"):
+        addresses([A, HostSpec(name="h", ssh=f"me@{name}")], look_up_or_system)
+
+
+def look_up_or_system(name: str) -> list[str]:
+    return KNOWN.get(name) or _look_up(name)
+
+
+def test_who_answers_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's own tries may take minutes, and no signal ends them."""
+    monkeypatch.setattr(hosts, "LOOK_UP_S", 0.1)
+    late = threading.Event()
+
+    def slow(name: str) -> list[str]:
+        if name == "b":
+            late.wait(5.0)
+        return look_up(name)
+
+    began = time.monotonic()
+    try:
+        said = "host b: nobody said within 0.1 s what the address of b is: give each its `address`"
+        with pytest.raises(PlanError, match=said):
+            addresses((A, B), slow)
+    finally:
+        late.set()
+    assert time.monotonic() - began < 2.0
 
 
 def test_what_is_alone_needs_no_address() -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
+from threading import Thread
 
 from dbctl.errors import PlanError
 from dbctl.experiment.specs import HostSpec, SshCluster
@@ -32,6 +32,7 @@ from dbctl.run.preflight import Preflight, asked_of
 from dbctl.run.wiring import Wiring, wired
 
 TOKEN_BYTES = 8
+LOOK_UP_S = 10.0
 GIVE_ADDRESS = "give each its `address`, where the other hosts reach it"
 
 
@@ -68,10 +69,9 @@ def find_addresses(
     hosts: Sequence[HostSpec], look_up: Callable[[str], list[str]] | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
     """By name of a host: its IP address, or what is wrong where others cannot come to it."""
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        answers = list(pool.map(partial(_address, look_up=look_up or _look_up), hosts))
-    found = {host.name: a for host, a in zip(hosts, answers, strict=True) if isinstance(a, str)}
-    faults = {h.name: str(a) for h, a in zip(hosts, answers, strict=True) if isinstance(a, OSError)}
+    answers = _addresses(hosts, look_up or _look_up)
+    found = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    faults = {name: str(answer) for name, answer in answers.items() if isinstance(answer, OSError)}
     inside = [name for name, address in found.items() if ip_address(address).is_loopback]
     if len(inside) < len(found):
         for name in inside:
@@ -79,7 +79,30 @@ def find_addresses(
     return found, faults
 
 
-def _address(host: HostSpec, *, look_up: Callable[[str], list[str]]) -> str | OSError:
+def _addresses(
+    hosts: Sequence[HostSpec], look_up: Callable[[str], list[str]]
+) -> dict[str, str | OSError]:
+    """All at once, each within LOOK_UP_S: the system itself may wait for minutes."""
+    answers: dict[str, str | OSError] = {}
+
+    def ask(host: HostSpec) -> None:
+        answers[host.name] = _address(host, look_up)
+
+    threads = [Thread(target=ask, args=(host,), name="look up", daemon=True) for host in hosts]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + LOOK_UP_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    came = dict(answers)  # who is late may still write into the other
+    return {host.name: came.get(host.name) or _no_answer(host) for host in hosts}
+
+
+def _no_answer(host: HostSpec) -> OSError:
+    return OSError(f"nobody said within {LOOK_UP_S:g} s what the address of {host.reached_at} is")
+
+
+def _address(host: HostSpec, look_up: Callable[[str], list[str]]) -> str | OSError:
     where = host.reached_at
     try:
         return str(ip_address(where))
@@ -87,7 +110,7 @@ def _address(host: HostSpec, *, look_up: Callable[[str], list[str]]) -> str | OS
         pass
     try:
         known = look_up(where)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # of a label that is empty or too long
         return OSError(f"no address of {where} is known here: {one_line(error)}")
     # A machine's own name is mostly a loopback address too.
     return next((a for a in known if not ip_address(a).is_loopback), known[0])
