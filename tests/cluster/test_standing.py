@@ -20,7 +20,7 @@ from dbctl.keeper_start import LOG, PREFIX
 from tests.cluster.netns import WORKDIR, Hosts
 from tests.cluster.runs import ENDLESS, ROOT, TrainRun, digits, kill, state, wait_for
 from tests.cluster.sshd import Sshd
-from tests.cluster.test_ssh_runs import EXPERIMENT, bits
+from tests.cluster.test_ssh_runs import EXPERIMENT, bits, is_ssh
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
@@ -265,6 +265,27 @@ def test_a_killed_controller_ends_its_nodes_and_not_the_keeper(place: Place) -> 
         assert "its controller ended without a word: `dbctl resume`" in seen
         shutil.rmtree(run.runtime or "", ignore_errors=True)  # the killed one's own
     shutil.rmtree(place.path / "there")  # logs that could not be sent
+
+
+def test_a_lost_connection_ends_the_run_and_a_lost_keeper_does_not(place: Place) -> None:
+    place.launch(*place.hosts("a")).ok()
+    [pid] = place.pids()
+    with TrainRun(place.path, experiment(stop=ENDLESS), "--cluster", "three", name="cut") as run:
+        run.until_train()
+        [ssh] = [pid for pid in run.processes().values() if is_ssh(pid)]
+        kill(ssh)
+        assert run.finish() == 1
+        assert "agent-0 on a ended early (killed by SIGKILL)" in run.err
+    wait_for(lambda: not Done("status", "--json").json()["clusters"][0]["hosts"][0]["runs"], "rest")
+    shutil.rmtree(place.path / "there")  # logs that could not be sent
+    steps = {"steps": 4_000}
+    with TrainRun(place.path, experiment(stop=steps), "--cluster", "three", name="on") as run:
+        run.until_train()
+        kill(pid)
+        assert run.finish() == 0, run.story()
+    Done("stop-cluster", "three").ok()
+    [left] = place.directories()  # the killed keeper's
+    shutil.rmtree(left)
 
 
 def test_stopping_a_cluster_ends_its_run_which_says_so(place: Place) -> None:
