@@ -20,8 +20,8 @@ from typing import Generic, TypeVar, final
 
 PIECE_BYTES = 128 << 10  # a second of a line of 1 Mbit/s
 WINDOW_MOST = 32
-QUICK_S = 0.5
-SLOW_S = 1.0
+QUICK_S = 1.0
+SLOW_S = 2.0
 AGAIN_S = 4.0
 AGAIN_TIMES = 4.0  # of what a piece took
 AGAIN_MOST_S = 30.0

@@ -114,6 +114,12 @@ class Hosts:
             for where, device in ((space, "eth0"), (self.switch, f"to-{name}")):
                 call("tc", "-n", where, "qdisc", "add", "dev", device, *bucket)
 
+    def part(self, names: tuple[str, ...], *, apart: bool) -> None:
+        """Whether these reach only the controller, and not each other."""
+        for name in names:
+            words = ["ip", "netns", "exec", self.switch, "bridge", "link", "set"]
+            call(*words, "dev", f"to-{name}", "isolated", "on" if apart else "off")
+
     def sent_bytes(self, name: str) -> tuple[int, int]:
         """What has come to the host and gone from it, by its network card."""
         words = ["ip", "-n", self.space[name], "-s", "-j", "link", "show", "eth0"]

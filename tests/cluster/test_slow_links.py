@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.netns import WORKDIR, Hosts
-from tests.cluster.runs import TrainRun
+from tests.cluster.runs import TrainRun, digits, wait_for
 from tests.cluster.test_ssh_runs import dbctl
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
@@ -70,7 +70,7 @@ def experiment(hosts: Hosts, *, every: int, **changes: Any) -> dict[str, Any]:
             "n_push": every,
             "rule": {"type": "momentum", "rate": 0.001},
         },
-        "stop": {"seconds": 7},
+        "stop": {"seconds": 6},
         "evaluate": "off",
         "checkpoint": {"every": "off"},
         "cluster": {"launcher": "ssh", "hosts": members},
@@ -125,4 +125,31 @@ def test_no_lease_runs_out_while_checkpoints_stream(hosts: Hosts, tmp_path: Path
     dbctl("resume", str(run.dir), "--set", f"stop={{steps: {steps + 3}}}")
     print(f"resumed and ended after {time.monotonic() - began:.1f} s")
     assert run.checkpoints()[-1] == steps + 3
+    assert hosts.left() == []
+
+
+def test_hosts_that_do_not_reach_each_other_for_a_while_go_on_afterwards(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """The controller reaches both: no lease ends, nobody is given up, nothing is done meanwhile."""
+    places = experiment(hosts, every=1)["cluster"]
+    given = digits(
+        replicas=1,
+        shards=1,
+        threads=1,
+        stop={"seconds": 7},
+        evaluate="off",
+        cluster=places,
+    )
+    with TrainRun(tmp_path, given) as run:
+        wait_for(lambda: run.step("worker-0.0"), "a first step")
+        hosts.part(("a", "b"), apart=True)
+        time.sleep(1.5)  # what was on its way has come
+        before = run.step("worker-0.0")
+        time.sleep(2.5)
+        assert run.step("worker-0.0") == before, "they are apart"
+        hosts.part(("a", "b"), apart=False)
+        wait_for(lambda: run.step("worker-0.0") > before + 10, "it to go on", 4.0)
+        assert run.finish() == 0, run.story()
+        assert not run.metrics("death")
     assert hosts.left() == []
