@@ -17,7 +17,7 @@ paper leaves placement to its cluster's scheduler.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 
 from dbctl.errors import PlanError
@@ -29,13 +29,12 @@ Groups = Sequence[Sequence[str]]
 
 @dataclass
 class _Seat:
-    """One host: `free` slots, and who has the others."""
+    """One host: `free` of its `slots`, and how many shards have some of the others."""
 
     name: str
     slots: int
     free: int
     roles: frozenset[str]
-    taken: list[str] = field(default_factory=list)
     n_shards: int = 0
 
     def share(self, more: int) -> float:
@@ -55,17 +54,11 @@ def place(
         "evaluator": sum(map(len, evaluators)),
     }
     total = sum(needs.values())
+    sizes = [min(host.slots or total, total) for host in hosts]  # without a bound: room for all
     seats = [
-        _Seat(
-            name=host.name,
-            slots=host.slots or total,
-            free=min(host.slots or total, total),
-            roles=frozenset(host.labels or ROLES),
-        )
-        for host in hosts
+        _Seat(name=host.name, slots=size, free=size, roles=frozenset(host.labels or ROLES))
+        for host, size in zip(hosts, sizes, strict=True)
     ]
-    for seat in seats:
-        seat.slots = max(1, seat.free)
     if lacking := _lacking(seats, needs):
         raise PlanError(_arithmetic(hosts, seats, needs, lacking=lacking))
     found: dict[str, str] = {}
@@ -87,7 +80,6 @@ def _place_group(
         seat, n = _best(seats, needs, role, size=len(left))
         for node in left[:n]:
             found[node] = seat.name
-        seat.taken += left[:n]
         seat.free -= n
         seat.n_shards += n if role == "shard" else 0
         needs[role] -= n
@@ -149,6 +141,7 @@ def _arithmetic(
     roles = [role for role in ROLES if role in lacking and needs[role]]
     wanted = " + ".join(f"{needs[role]} for {role}s" for role in roles)
     total = sum(needs[role] for role in roles)
+    # Each has a bound, else nothing would be lacking.
     may = [host for host, seat in zip(hosts, seats, strict=True) if seat.roles & lacking]
     have = " + ".join(f"{host.slots} on {host.name}" for host in may) or "none"
     n_slots = sum(host.slots or 0 for host in may)
