@@ -3,10 +3,10 @@
 Rules of this file: no clock, no message; time comes in as an argument, a piece is any key.
 
 Theory of operation. What is on its way queues in front of everything else on the same line, leases
-among it. So the window follows the line: it begins with one piece; one that came within QUICK_S of
-being asked for widens it by one, one that took SLOW_S narrows it. What queues is then about SLOW_S
-of the line's time, whether that carries a megabit or ten gigabits a second, and a line with a long
-delay is full. Nothing is lost but what a full queue dropped; when nothing comes for a while, all
+among it. So the window follows the line: it begins with one piece; one that came within `quick_s`
+of being asked for widens it by one, one that took twice as long narrows it. What queues is then one
+to two times that of the line's time, whether it carries a megabit or ten gigabits a second, and a
+line with a long delay is full. Nothing is lost but what a full queue dropped; when nothing comes for a while, all
 that is on its way is asked for again in its turn, one at first and with growing pauses, so that a
 line that stands still is not filled with repetitions.
 """
@@ -20,8 +20,7 @@ from typing import Generic, TypeVar, final
 
 PIECE_BYTES = 128 << 10  # a second of a line of 1 Mbit/s
 WINDOW_MOST = 32
-QUICK_S = 1.0
-SLOW_S = 2.0
+QUICK_S = 0.5
 AGAIN_S = 4.0
 AGAIN_TIMES = 4.0  # of what a piece took
 AGAIN_MOST_S = 30.0
@@ -31,10 +30,14 @@ K = TypeVar("K", bound=Hashable)
 
 @final
 class Pace(Generic[K]):
-    """`window`: how many may be on their way. A key is wanted until it `came`, or is dropped."""
+    """`window`: how many may be on their way. A key is wanted until it `came`, or is dropped.
 
-    def __init__(self, again_s: float = AGAIN_S) -> None:
+    `quick_s` is half a second, or more where others fill the line: with less it would get nothing.
+    """
+
+    def __init__(self, again_s: float = AGAIN_S, *, quick_s: float = QUICK_S) -> None:
         self.window = 1
+        self._quick_s = quick_s
         self._wanted: OrderedDict[K, None] = OrderedDict()
         self._asked: dict[K, float] = {}  # when
         self._repeated: set[K] = set()
@@ -88,7 +91,7 @@ class Pace(Generic[K]):
 
     def _adapt(self, took_s: float) -> None:
         self._pause_s = min(max(self._again_s, AGAIN_TIMES * took_s), AGAIN_MOST_S)
-        if took_s <= QUICK_S:
+        if took_s <= self._quick_s:
             self.window = min(self.window + 1, WINDOW_MOST)
-        elif took_s >= SLOW_S:
+        elif took_s >= 2 * self._quick_s:
             self.window = max(self.window - 1, 1)

@@ -23,6 +23,7 @@ from dbctl.shards import ShardSpan
 from dbctl.wire import CutPart, Message
 from dbctl.wire_files import PIECE_ELEMENTS, PartData, ReadPart
 
+QUICK_S = 1.0  # pushes and answers of the training are on the same line
 Key = tuple[str, ReadPart]
 
 
@@ -33,7 +34,7 @@ class FarParts:
         self._shards = shards
         self._wake = wake
         self._changed = threading.Condition()
-        self._pace: Pace[Key] = Pace()
+        self._pace: Pace[Key] = Pace(quick_s=QUICK_S)
         self._values: dict[Key, Array | None] = {}  # of those that are waited for; None: not there
         self._closed = False
 
