@@ -6,9 +6,9 @@ Theory of operation. What is on its way queues in front of everything else on th
 among it. So the window follows the line: it begins with one piece; one that came within `quick_s`
 of being asked for widens it by one, one that took twice as long narrows it. What queues is then one
 to two times that of the line's time, whether it carries a megabit or ten gigabits a second, and a
-line with a long delay is full. Nothing is lost but what a full queue dropped; when nothing comes for a while, all
-that is on its way is asked for again in its turn, one at first and with growing pauses, so that a
-line that stands still is not filled with repetitions.
+line with a long delay is full. Nothing is lost but what a full queue dropped; when nothing comes
+for a while, all that is on its way is asked for again in its turn, one at first and with growing
+pauses, so that a line that stands still is not filled with repetitions.
 """
 
 from __future__ import annotations
