@@ -121,6 +121,7 @@ class Keeper:
         self._runs: list[Run] = []
         self._waiting: list[Visitor] = []  # for the end, which they asked for
         self._over = ""
+        self._n_ended = 0  # runs that ended because it does
 
     # ------------------------------------------------------------------------------- signals
 
@@ -141,7 +142,8 @@ class Keeper:
             self._woken.recv(4096)
 
     def stop(self, why: str) -> None:
-        self._over = self._over or why
+        if not self._over:
+            self._over, self._n_ended = why, len(self._runs)
 
     # ---------------------------------------------------------------------------------- loop
 
@@ -171,7 +173,7 @@ class Keeper:
         """Nothing of it is left, and those who asked for the end are told; for the end."""
         remove(self._directory)
         for visitor in self._waiting:
-            self._answer(visitor, {"stopped": True})
+            self._answer(visitor, {"stopped": True, "runs": self._n_ended})
         for visitor in self._visitors:
             visitor.close()
         signal.set_wakeup_fd(-1)

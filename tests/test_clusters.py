@@ -20,10 +20,11 @@ from typing import Any
 
 import pytest
 
+from dbctl.caller import NO_KEEPER
 from dbctl.errors import ExperimentError, LaunchError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import HostSpec, SshCluster
-from dbctl.keeper_start import PREFIX
+from dbctl.keeper_start import PREFIX, STOPPED
 from dbctl.launch import standing
 from dbctl.launch.ssh_words import (
     NOTHING,
@@ -31,6 +32,7 @@ from dbctl.launch.ssh_words import (
     OPTIONS,
     Standing,
     dbctl_command,
+    diagnose,
     errand,
     orders,
     ssh_command,
@@ -153,6 +155,14 @@ def test_a_run_finds_the_keeper_of_each_host() -> None:
     found = Standing(sockets={"a": "/s"})
     assert found.keeper(a_host()) == "/s"
     assert NOWHERE.keeper(a_host()) == ""
+
+
+def test_an_ended_cluster_is_told_whatever_came_after() -> None:
+    """The controller's link tries the forwarded socket again once the agent is gone."""
+    said = f"12:00:00 keeper {STOPPED}\nchannel 2: open failed: connect failed: open failed"
+    assert diagnose(a_host(), 0, said).fault == "its cluster was stopped"
+    gone = f"caller {NO_KEEPER}: FileNotFoundError\nchannel 2: open failed: connect failed"
+    assert diagnose(a_host(), 69, gone).fault == "its standing agent is gone"
 
 
 # --------------------------------------------------------------------------------- the files

@@ -332,7 +332,7 @@ def test_it_ends_and_its_runs_with_it(standing: Standing, tmp_path: Path, how: s
     with standing.run(tmp_path) as process:
         pid = agent_pid(standing)
         if how == "stop":
-            assert standing.ask(b'{"do": "stop"}\n') == [{"stopped": True}]
+            assert standing.ask(b'{"do": "stop"}\n') == [{"stopped": True, "runs": 1}]
             assert state(pid) == ""
             assert not standing.directory.exists()
         else:
@@ -353,7 +353,7 @@ def test_while_it_stops_it_takes_no_run_and_what_does_not_end_is_killed(
             waiting.sendall(b'{"do": "stop"}\n')
             wait_until(lambda: standing.status()["state"] == "stopping")
             assert standing.ask(b'{"do": "run"}\n') == [{"error": "the cluster is being stopped"}]
-            assert json.loads(waiting.makefile().read()) == {"stopped": True}
+            assert json.loads(waiting.makefile().read()) == {"stopped": True, "runs": 1}
         took_s = time.monotonic() - begin
         assert PATIENCE["STOP_LIMIT_S"] <= took_s < PATIENCE["STOP_LIMIT_S"] + 3.0
 
@@ -472,7 +472,7 @@ def test_the_caller_prints_an_answer(standing: Standing) -> None:
     [line] = [line for line in out.splitlines() if line.startswith(ANSWER)]
     assert json.loads(line.removeprefix(ANSWER))["cluster"] == "tests"
     status, out, _ = call(standing.path, b'{"do": "stop"}\n')
-    assert f'{ANSWER}{{"stopped": true}}' in out
+    assert f'{ANSWER}{{"stopped": true, "runs": 0}}' in out
     wait_gone(standing.pid, limit_s=5.0)
 
 

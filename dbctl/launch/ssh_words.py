@@ -208,6 +208,11 @@ def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
     """From the exit status and the words; a cure of "" where only they tell."""
     python = host.python
     bring = f"run `{cure(host, checkout())}`, or let --bootstrap do it"
+    if STOPPED in said:
+        return Diagnosis("cluster", "its cluster was stopped", "launch it again and resume the run")
+    if NO_KEEPER in said:
+        do = "stop that cluster (`dbctl stop-cluster`) and launch it again"
+        return Diagnosis("cluster", "its standing agent is gone", do)
     if "No module named dbctl" in said:
         return Diagnosis("dbctl", f"dbctl is not there for {python}", bring)
     if missing := _NO_MODULE.search(said):
@@ -226,11 +231,6 @@ def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
     if _NOT_FORWARDED.search(said):
         do = "set AllowStreamLocalForwarding to yes there"
         return Diagnosis("ssh", "its sshd forwards no sockets", do)
-    if STOPPED in said:
-        return Diagnosis("cluster", "its cluster was stopped", "launch it again and resume the run")
-    if NO_KEEPER in said:
-        do = "stop that cluster (`dbctl stop-cluster`) and launch it again"
-        return Diagnosis("cluster", "its standing agent is gone", do)
     if "Permission denied" in said:
         do = f"`ssh {shlex.quote(host.destination)}` must work without a question: give it a key"
         return Diagnosis("ssh", "it does not let this user in", do)

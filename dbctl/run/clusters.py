@@ -33,6 +33,7 @@ from dbctl.experiment.specs import Experiment, HostSpec
 from dbctl.launch.bootstrap import nobody
 from dbctl.launch.ssh_words import NOWHERE, Standing
 from dbctl.launch.standing import Keeper, Reply, ask, bring_up, is_gone
+from dbctl.progress.text import counted
 from dbctl.run.bootstrap import bootstrap as bring_dbctl
 from dbctl.run.findings import of_error, refusal
 
@@ -103,7 +104,7 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A host of a cluster. `state`: up, stopping, stopped, gone, unreachable; `why` of the last.
+    """A host of a cluster. `state`: up, stopping, stopped, gone, unreachable; `why`: more of it.
 
     `said` of one that is up or stopping.
     """
@@ -294,8 +295,12 @@ def stop(cluster: Cluster, *, force: bool = False) -> list[Seen]:
     replies = ask(_rows(cluster), "stop")
     found = []
     for one, reply in zip(cluster.keepers, replies, strict=True):
-        is_stopped = isinstance(reply, dict) and reply.get("stopped") is True
-        found.append(Seen(host=one.host, state="stopped") if is_stopped else _seen(one, reply))
+        if isinstance(reply, dict) and reply.get("stopped") is True:
+            n_runs = reply.get("runs", 0)
+            why = f"{counted(n_runs, 'run')} ended with it" if n_runs else ""
+            found.append(Seen(host=one.host, state="stopped", why=why))
+        else:
+            found.append(_seen(one, reply))
     if force or all(one.state in ("stopped", "gone") for one in found):
         _path(cluster.name).unlink(missing_ok=True)
     return found

@@ -292,7 +292,8 @@ def test_stopping_a_cluster_ends_its_run_which_says_so(place: Place) -> None:
     place.launch(*place.hosts("a")).ok()
     with TrainRun(place.path, experiment(stop=ENDLESS), "--cluster", "three") as run:
         run.until_train()
-        Done("stop-cluster", "three").ok()
+        told = Done("stop-cluster", "three").ok()
+        assert told.splitlines()[1:] == ["a  stopped: 1 run ended with it"]
         assert run.finish(15.0) == 1
         assert "its cluster was stopped; launch it again and resume the run" in run.err
         assert "the cluster is being stopped: this run ends with it" in run.log("agent-0")
@@ -450,7 +451,7 @@ def test_two_trainings_at_once_on_three_hosts(
     with TrainRun(tmp_path, cut | {"stop": ENDLESS}, *on, name="stopped") as stopped:
         wait_for(lambda: stopped.metrics("worker"), "it to train")
         told = Done("stop-cluster", "three").ok()
-        assert told.splitlines()[1:] == ["a  stopped", "b  stopped", "c  stopped"]
+        assert re.fullmatch(r"(. {2}stopped: 1 run ended with it\n){3}", told.partition("\n")[2])
         assert stopped.finish(15.0) == 1
         assert "its cluster was stopped" in stopped.err
     for name in hosts.space:
