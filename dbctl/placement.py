@@ -138,7 +138,7 @@ def _arithmetic(
     *,
     lacking: frozenset[str],
 ) -> str:
-    roles = [role for role in ROLES if role in lacking and needs[role]]
+    roles = [role for role in ROLES if role in lacking]
     wanted = " + ".join(f"{needs[role]} for {role}s" for role in roles)
     total = sum(needs[role] for role in roles)
     # Each has a bound, else nothing would be lacking.

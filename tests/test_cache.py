@@ -65,6 +65,36 @@ def test_a_file_is_there_whole_or_not(cache: Cache) -> None:
     assert found.stat().st_mode & 0o077 == 0
 
 
+def test_it_is_on_the_disk_before_it_has_its_name(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/reliability.md, files: flushed, renamed, its directory flushed."""
+    done: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def flush(fd: int) -> None:
+        done.append(f"flush {Path(os.readlink(f'/proc/self/fd/{fd}')).suffix or 'directory'}")
+        fsync(fd)
+
+    def move(old: Path, new: Path) -> None:
+        done.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr("os.fsync", flush)
+    monkeypatch.setattr("os.rename", move)
+    assert put(cache)
+    assert done == ["flush .part", "rename", "flush directory"]
+
+
+def test_each_use_sets_its_time(cache: Cache) -> None:
+    """So that a user sees what is old."""
+    put(cache)
+    path = cache.path(SHIPMENT)
+    os.utime(path, (1.0, 1.0))
+    assert cache.find(SHIPMENT) == path
+    assert path.stat().st_mtime > 1e9
+
+
 def test_it_goes_on_where_it_stood(cache: Cache) -> None:
     with contextlib.suppress(KeyboardInterrupt), open_partial(cache) as partial:
         partial.append(memoryview(DATA)[:3000])

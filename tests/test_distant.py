@@ -101,6 +101,44 @@ def test_what_is_lost_or_late_is_asked_for_again(
     assert len(wire.asked) >= -(-len(whole) // 300) + 2
 
 
+def test_only_the_controller_is_believed(saved: Checkpoint) -> None:
+    far, wire = node(of(saved))
+    span = Range(0, 8)
+    wire.coming.append((Peer("shard-1", 1), VectorPart("parameters", 0, np.ones(8, np.float32))))
+    [found] = far.read_each("parameters", [span])
+    assert found.tobytes() == saved.read("parameters", span).tobytes()
+
+
+def test_little_is_held_while_one_part_is_late(
+    saved: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distant, "WINDOW_MOST", 4)
+    monkeypatch.setattr(distant, "AGAIN_S", 0.01)
+    spans = [Range(start, start + 5) for start in range(0, 640, 8)]
+    far, wire = node(of(saved), lost=(1,))
+    before = set()
+    answer = wire.answer
+
+    def counted(asked: ReadVector) -> VectorPart | None:
+        if sum(one.start == 0 for one in wire.asked) < 2:
+            before.add(asked)
+        return answer(asked)
+
+    far._window = 32
+    wire.answer = counted
+    assert len(list(far.read_each("parameters", spans))) == len(spans)
+    assert len(before) == 4
+
+
+def test_the_window_is_kept_from_one_vector_to_the_next(saved: Checkpoint) -> None:
+    far, wire = node(of(saved))
+    spans = [Range(start, start + 5) for start in range(0, 640, 8)]
+    assert len(list(far.read_each("parameters", spans))) == len(spans)
+    wire.asked.clear()
+    next(far.read_each("parameters", spans))
+    assert len(wire.asked) >= WINDOW_MOST
+
+
 def test_many_short_runs_are_asked_for_ahead(saved: Checkpoint) -> None:
     """A partition's part of a weight matrix is many rows; each cost a round trip once."""
     far, wire = node(of(saved))
@@ -147,6 +185,15 @@ def test_what_is_not_there_ends_the_start(saved: Checkpoint, asked: ReadVector) 
         of(saved).answer(ME, asked)
 
 
+def test_at_most_a_piece_is_read_at_once(
+    saved: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbctl.run.vectors.PIECE_ELEMENTS", 7)
+    assert of(saved).answer(ME, ReadVector("parameters", 0, 7)) is not None
+    with pytest.raises(LaunchError, match="elements 0 to 8 of parameters, which are not there"):
+        of(saved).answer(ME, ReadVector("parameters", 0, 8))
+
+
 def test_parameters_are_for_shards_only(saved: Checkpoint) -> None:
     for name in ("worker-0.0", "evaluator-0", "agent-0"):
         assert of(saved).answer(Peer(name, 1), ReadVector("parameters", 0, 1)) is None
@@ -157,6 +204,10 @@ def test_a_checkpoint_that_goes_away_is_told(tmp_path: Path) -> None:
     gone = Vectors(checkpoint=str(tmp_path / "step-5"), statistics="")
     with pytest.raises(LaunchError, match=r"cannot be sent what it begins with: .*step-5"):
         gone.answer(ME, ReadVector("parameters", 0, 1))
+    (tmp_path / "s.npz").write_bytes(b"PK")
+    damaged = Vectors(checkpoint="", statistics=str(tmp_path / "s.npz"))
+    with pytest.raises(LaunchError, match=r"cannot be sent what it begins with: .*s\.npz"):
+        damaged.answer(Peer("worker-0.0", 1), ReadVector(MEAN, 0, 1))
 
 
 def test_a_shard_begins_with_the_same_state_wherever_its_checkpoint_is(

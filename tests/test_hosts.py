@@ -109,6 +109,9 @@ def test_faults_of_both_files_come_at_once_at_their_places(folder: str, tmp_path
         ("[a]", "{path}:1:1: expected a mapping with `version: 1` and `hosts`, found a list"),
         ("hosts: [{name: a}]", "{path}:1:1: version: is required and missing"),
         ("version: 2\nhosts: [{name: a}]", "{path}:1:10: version: expected `1`, found `2`"),
+        ("version: true\nhosts: [{name: a}]", "{path}:1:10: version: expected `1`, found `true`"),
+        ("version: 1.0\nhosts: [{name: a}]", "{path}:1:10: version: expected `1`, found `1.0`"),
+        ("version: 1\n\udcff", "{path}:2:1: cluster.hosts: expected UTF-8 text, found byte 0xff"),
         ("version: 1", "{path}:1:1: hosts: is required and missing"),
         ("version: 1\nhosts: other.yaml", "{path}:2:8: hosts: expected a list of hosts"),
         ("version: 1\nhosts: []", "{path}:2:8: cluster.hosts: expected a list of at least one"),
@@ -118,10 +121,17 @@ def test_faults_of_both_files_come_at_once_at_their_places(folder: str, tmp_path
 def test_a_bad_file_is_told(tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "hosts.yaml"
     if text is not None:
-        path.write_text(text)
+        path.write_text(text, "utf-8", "surrogateescape")
     found = faults("cluster: {launcher: ssh, hosts: hosts.yaml}\n", directory=str(tmp_path))
     assert len(found) == 1
     assert found[0].startswith(words.format(path=path)), found
+
+
+def test_the_name_of_a_file_is_a_path(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", folder)
+    assert cluster("cluster: {launcher: ssh, hosts: ~/hosts.yaml}\n", directory="/").members
+    [said] = faults("", 'cluster={launcher: ssh, hosts: "a\\0b"}')
+    assert "or the name of a hosts file, found the text" in said
 
 
 @pytest.mark.parametrize("text", [None, "version: 1\nhosts: [{name: a]", HOSTS + "color: red\n"])

@@ -83,8 +83,10 @@ def test_one_piece_is_under_way_and_is_said_again(there: Path) -> None:
     assert sender.due("ab", 100.0) == LogText("b", 0, b"y"), "each log in its turn"
     sender.take(LogFiled("b", 1))
     assert sender.due("ab", 100.0) == LogText("a", TEXT_BYTES, b"xxxxx")
+    assert sender.due("ab", 100.0 + AGAIN_S) is not None, "the pauses of each piece begin anew"
     sender.take(LogFiled("a", TEXT_BYTES + 5))
-    assert sender.due("ab", 100.0) is None
+    sender.take(LogFiled("a", TEXT_BYTES))
+    assert sender.due("ab", 100.0) is None, "an answer that comes late takes nothing back"
 
 
 def test_only_the_runs_own_files_are_written(files: LogFiles, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Far:
             far=self.far,
         )
         self.lost = lost
-        self.most_under_way = 0
+        self.most_under_way = self.most_waiting = 0
         self.asked: list[ReadPart] = []
         self.shards: dict[str, CutParts] = {}
         self.parts: list[CutPart] = []
@@ -74,6 +74,7 @@ class Far:
         """What the session's loop does."""
         due = self.far.due(now)
         self.most_under_way = max(self.most_under_way, len(self.far._pace._asked))
+        self.most_waiting = max(self.most_waiting, len(self.far._values))
         for shard, asked in due:
             assert isinstance(asked, ReadPart)
             self.asked.append(asked)
@@ -114,6 +115,15 @@ def test_a_cut_of_another_host_is_written_from_pieces(tmp_path: Path) -> None:
     assert 1 < far.most_under_way <= WINDOW_MOST
     assert sum(asked.n for asked in far.asked) == SIZE, "each once"
     assert not far.far._values, "nothing is kept"
+
+
+def test_little_waits_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "WINDOW_MOST", 2)
+    far = Far(tmp_path, np.zeros(SIZE, np.float32))
+    far.saver.save(complete(far.parts), FACTS)
+    assert far.finish().path is not None
+    far.saver.close(WAIT_S)
+    assert far.most_waiting == 2
 
 
 def test_what_is_lost_is_asked_for_again(tmp_path: Path) -> None:

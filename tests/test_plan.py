@@ -124,6 +124,13 @@ def test_nodes_carry_their_hosts_and_the_threads_of_those() -> None:
     assert make().hosts == ("localhost",)
 
 
+def test_a_host_that_runs_nothing_has_no_agent_and_keeps_its_number() -> None:
+    idle = HOSTS.replace("{name: b}", "{name: b, labels: [evaluator]}")
+    plan = make(idle, "evaluate=off")
+    assert plan.hosts == ("a", "c")
+    assert [plan.agent_of(host) for host in plan.hosts] == ["agent-0", "agent-2"]
+
+
 def test_an_evaluation_is_placed_too() -> None:
     plan = make_evaluation_plan(experiment(HOSTS), rows=100, evaluators=3)
     assert set(plan.hosts) == {"a", "b", "c"}

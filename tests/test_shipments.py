@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import os
 import threading
@@ -28,7 +29,7 @@ from dbctl.launch.base import AgentHandle
 from dbctl.node.build import build
 from dbctl.node.distant import Distant
 from dbctl.pace import Pace
-from dbctl.plan import NodeSpec, Plan
+from dbctl.plan import NodeSpec, Plan, make_evaluation_plan
 from dbctl.roles.base import PlainBuffer, Record, Send
 from dbctl.run import shipments as shipments_module
 from dbctl.run.setting import (
@@ -42,6 +43,7 @@ from dbctl.run.setting import (
 )
 from dbctl.run.shipments import READY_MOST, Shipments, shipments_of
 from dbctl.rundir import RunDir
+from dbctl.shipment import Shipment
 from dbctl.wire import Message, Peer
 from dbctl.wire_files import ReadVector
 from dbctl.wire_ship import ReadShipment, ShipmentPart
@@ -306,6 +308,75 @@ def test_a_flipped_bit_is_sent_anew(tmp_path: Path, where: str) -> None:
     again = Sent(tmp_path)
     assert all_of(rows_in(again.build("worker-0.0"))) == locally(again, 0)
     assert again.sent_bytes() == shipment.size + (shipment.size - 200) * (where == "beginning")
+
+
+def test_one_node_of_a_host_receives_at_a_time(tmp_path: Path) -> None:
+    """The credit is that of the host's connection."""
+    sent = Sent(tmp_path)
+    way = sent.way_of("worker-0.0")
+    hear, send = way.hear, way.send
+    said: list[Message] = []
+    turns = [os.open(tmp_path / "runtime", os.O_RDONLY | os.O_DIRECTORY)]
+    fcntl.flock(turns[0], fcntl.LOCK_EX)
+    n_heard = 0
+
+    def waiting(wait_s: float) -> Sequence[tuple[Peer, Message]]:
+        nonlocal n_heard
+        n_heard += 1
+        if n_heard == 3:
+            assert said == []
+            os.close(turns.pop())
+        return hear(wait_s)
+
+    def counted(message: Message) -> None:
+        said.append(message)
+        send(message)
+
+    way.hear, way.send = waiting, counted
+    assert all_of(rows_in(build(sent.spec("worker-0.0"), PlainBuffer, way))) == locally(sent, 0)
+    assert turns == []
+
+
+def test_only_the_controller_is_believed(tmp_path: Path) -> None:
+    sent = Sent(tmp_path)
+    way = sent.way_of("worker-0.0")
+    hear = way.hear
+    told: list[Message] = []
+
+    def with_lies(wait_s: float) -> Sequence[tuple[Peer, Message]]:
+        found = hear(wait_s)
+        parts = [m for _, m in found if isinstance(m, ShipmentPart)]
+        lies = [ShipmentPart(p.digest, p.start, np.zeros_like(p.payload)) for p in parts]
+        told.extend(lies)
+        return [*((Peer("shard-0", 1), lie) for lie in lies), *found]
+
+    way.hear = with_lies
+    assert all_of(rows_in(build(sent.spec("worker-0.0"), PlainBuffer, way))) == locally(sent, 0)
+    assert told
+    assert sent.sent_bytes() == sum(s.size for s in sizes_of(sent, "worker-0.0"))
+
+
+def sizes_of(sent: Sent, name: str) -> list[Shipment]:
+    shipped = sent.shipments.shipped[name]
+    return [shipped.x, shipped.y]
+
+
+def test_who_measures_the_training_rows_is_sent_those(tmp_path: Path) -> None:
+    """`dbctl eval --split train`."""
+    sent = Sent(tmp_path, test=f"{write(tmp_path, 'half')}}}")
+    plan = make_evaluation_plan(sent.experiment, rows=N, evaluators=2)
+    found = shipments_of(plan, sent.train, None, split="train", directory=tmp_path)
+    assert {s.rows for s in found.shipped.values()} == {N}
+    assert set(found.shipped) == {"evaluator-0", "evaluator-1"}
+    assert shipments_of(plan, None, sent.test, split="test", directory=tmp_path).shipped == {}
+
+
+def test_a_shipment_is_recorded_once(tmp_path: Path) -> None:
+    sent = Sent(tmp_path)
+    digest = sent.shipments.shipped["worker-0.0"].x.digest
+    first = sent.shipments.ask("worker-0.0", ReadShipment(digest, 10, 1))
+    assert [type(one) for one in first] == [Record]
+    assert sent.shipments.ask("worker-0.0", ReadShipment(digest, 11, 1)) == []
 
 
 def test_what_never_has_its_digest_is_given_up(tmp_path: Path) -> None:

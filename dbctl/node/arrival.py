@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dbctl.data.cache import Cache, Partial, wait_for_lock
 from dbctl.errors import DataError
-from dbctl.experiment.specs import NpySource, SourceSpec
+from dbctl.experiment.specs import NpySource
 from dbctl.node.distant import CONTROLLER, Distant
 from dbctl.shipment import Receiver, Shipment, Shipped
 from dbctl.wire_ship import ShipmentPart
@@ -26,16 +26,14 @@ WAIT_S = 1.0
 Log = Callable[[str], None]
 
 
-def bring(
-    shipped: Shipped, asked: SourceSpec, distant: Distant, *, runtime: str, log: Log
-) -> NpySource:
-    """The files of `shipped`, which are here from now on, prepared as `asked` says.
+def bring(shipped: Shipped, distant: Distant, *, runtime: str, log: Log) -> NpySource:
+    """The files of `shipped`, which are here from now on.
 
     DataError: this host cannot keep them, or what came is not what was announced.
     """
     cache = Cache(shipped.directory)
     x, y = (_bring(cache, s, distant, runtime=runtime, log=log) for s in (shipped.x, shipped.y))
-    return NpySource(x=str(x), y=str(y), scale=asked.scale, standardize=asked.standardize)
+    return NpySource(x=str(x), y=str(y))
 
 
 def _bring(cache: Cache, shipment: Shipment, distant: Distant, *, runtime: str, log: Log) -> Path:

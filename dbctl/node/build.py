@@ -266,7 +266,7 @@ def _source(spec: NodeSpec, asked: SourceSpec, distant: Distant | None) -> Sourc
     from dbctl.node.arrival import bring
 
     assert distant is not None, "what was sent came from the controller"
-    here = bring(spec.shipped, asked, distant, runtime=spec.runtime, log=partial(log, spec.node))
+    here = bring(spec.shipped, distant, runtime=spec.runtime, log=partial(log, spec.node))
     return open_source(here)
 
 
