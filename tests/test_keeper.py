@@ -359,11 +359,14 @@ def test_while_it_stops_it_takes_no_run_and_what_does_not_end_is_killed(
 
 
 def test_it_ends_after_its_limit_without_a_run(tmp_path: Path) -> None:
+    """The limit counts from the end of the last run."""
     with Standing(tmp_path, idle=0.6) as standing:
         with standing.run(tmp_path):
-            time.sleep(0.8)  # the limit counts from the end of the last run
+            time.sleep(0.8)
             assert state(standing.pid) in ("S", "R")
+            begin = time.monotonic()
         wait_gone(standing.pid, limit_s=5.0)
+        assert time.monotonic() - begin > 0.6
         assert not standing.directory.exists()
 
 
