@@ -15,12 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dbctl.caller import NO_KEEPER
+from dbctl.cli.main import main
 from dbctl.errors import ExperimentError, LaunchError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import HostSpec, SshCluster
@@ -351,6 +353,36 @@ def test_ctrl_c_while_hosts_come_up_leaves_nothing(place: Place) -> None:
     assert "Traceback" not in err
     assert known() == []
     wait_until(lambda: not place.keepers(), 5.0)
+
+
+def test_dbctl_is_brought_before_keepers_come_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run, and are asked, with the Python that was made."""
+
+    def bring(hosts: Any, *, tell: Any) -> Any:
+        tell("bringing dbctl")
+        return tuple(replace(host, python=sys.executable) for host in hosts)
+
+    monkeypatch.setattr(clusters, "bring_dbctl", bring)
+    text = place.hosts("a")
+    place.file.write_text(place.file.read_text().replace(sys.executable, "/no/python"))
+    with pytest.raises(LaunchError, match="there is no /no/python"):
+        launch(text, None)
+    told: list[str] = []
+    launch(text, None, bootstrap=True, tell=told.append)
+    assert told == ["bringing dbctl"]
+    assert read("lab").keepers[0].host.python == sys.executable
+    assert [one.state for one in look(read("lab"))] == ["up"]
+
+
+@pytest.mark.parametrize("words", [["train", "x.yaml"], ["resume", "x"], ["eval", "x"]])
+def test_nothing_is_brought_to_a_cluster_that_stands(
+    place: Place, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_cluster("a")
+    assert main([*words, "--cluster", "lab", "--bootstrap"]) == 2
+    assert "--bootstrap is for launch-cluster" in capsys.readouterr().err
 
 
 def test_a_bad_file_starts_nothing(place: Place) -> None:

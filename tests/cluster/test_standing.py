@@ -143,6 +143,14 @@ def test_all_or_nothing(place: Place) -> None:
     assert place.left() == []
 
 
+def test_a_noisy_login_file_changes_nothing(place: Place) -> None:
+    place.launch(*place.hosts("a", ssh="noisy")).ok()
+    assert re.search(r"^a  up, 0 runs", Done("status", "three").ok(), re.MULTILINE)
+    with TrainRun(place.path, experiment(), "--cluster", "three") as run:
+        assert run.finish() == 0, run.story()
+    assert re.search(r"^a  stopped$", Done("stop-cluster", "three").ok(), re.MULTILINE)
+
+
 def test_a_name_in_use_is_refused_until_its_keepers_are_gone(place: Place) -> None:
     place.launch(*place.hosts("a")).ok()
     [pid] = place.pids()
