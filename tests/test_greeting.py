@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dbctl.examine import reach
+from dbctl.examine import Facts, FileFacts, Question, reach
 from tests.cluster.harness import wait_until
 
 
@@ -137,6 +137,15 @@ def test_the_port_is_closed_once_orders_come(agents: Any, tmp_path: Path) -> Non
     finally:
         link.close(0.0)
     one.end()
+
+
+def test_the_protocol_names_every_field(agents: Any) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
+    section = text.partition("## 10 Launcher and agent")[2]
+    said = agents().line()[1]
+    names = {*said, *Question.__struct_fields__, *Facts.__struct_fields__}
+    names |= {*FileFacts.__struct_fields__}
+    assert {name for name in names if f"`{name}`" not in section} == set()
 
 
 def test_a_question_of_another_form_is_refused(agents: Any) -> None:

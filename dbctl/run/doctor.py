@@ -1,8 +1,8 @@
 """`dbctl doctor [FILE]`: what a run would be told of its hosts, with nothing started.
 
 Rules of this file: it looks as a run does (dbctl/run/preflight.py), with agents that are only
-asked; it writes nothing that stays. FILE is a hosts file, or an experiment, whose data and size are
-looked at too. Without one this machine is examined.
+asked; nothing that it writes stays but work directories, empty. FILE is a hosts file, or an
+experiment, whose data and size are looked at too. Without one this machine is examined.
 """
 
 from __future__ import annotations
