@@ -69,11 +69,12 @@ class LogSender:
 
     def remove(self, nodes: Iterable[str]) -> None:
         """The logs that were filed, and the directory once nothing else is in it."""
-        with contextlib.suppress(OSError):
-            for node in nodes:
-                path = self.directory / f"{node}.log"
-                if path.exists() and path.stat().st_size <= self.filed.get(node, 0):
+        for node in nodes:
+            path = self.directory / f"{node}.log"
+            with contextlib.suppress(OSError):
+                if path.stat().st_size <= self.filed.get(node, 0):
                     path.unlink()
+        with contextlib.suppress(OSError):
             self.directory.rmdir()
 
 

@@ -109,6 +109,16 @@ def test_what_was_filed_leaves_no_copy_and_the_rest_stays(there: Path) -> None:
     assert not there.exists()
 
 
+def test_one_that_cannot_be_removed_keeps_no_other(there: Path) -> None:
+    (there / "a.log").mkdir()
+    (there / "c.log").write_bytes(b"xyz")
+    sender = LogSender(there)
+    for name in "abc":
+        sender.take(LogFiled(name, 1 << 20))
+    sender.remove("abc")
+    assert [path.name for path in there.iterdir()] == ["a.log"]
+
+
 def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     files = LogFiles({"a": tmp_path / "none" / "a.log"})
     assert files.take(LogText("a", 0, b"xyz")) == LogFiled("a", 3)

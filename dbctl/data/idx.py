@@ -18,13 +18,12 @@ import numpy as np
 from dbctl.data.files import (
     GzipStream,
     check_expansion,
-    file_id,
     is_gzip,
     open_file,
     size_of,
     take_bytes,
 )
-from dbctl.data.rows import Extent, Rows, Stored, StreamRows, map_rows
+from dbctl.data.rows import Rows, Stored, StreamRows, map_rows
 from dbctl.errors import DataError
 
 DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -59,19 +58,10 @@ def open_idx(path: str, key: str) -> Stored:
         return stream
 
     def load(n: int) -> Rows:
-        features = prod(shape[1:])
         if compressed:
-            whole = n == shape[0]
-            return StreamRows(path, reopen, shape=(n, features), dtype=dtype, whole=whole)
-        with open_file(path, key) as file:
-            extent = Extent(
-                path=path,
-                key=key,
-                file_id=file_id(file),
-                offset_bytes=header_bytes,
-                shape=(shape[0], features),
-            )
-            return map_rows(file, extent, dtype=dtype, n=n, shape=extent.shape)
+            rows, whole = (n, prod(shape[1:])), n == shape[0]
+            return StreamRows(path, reopen, shape=rows, dtype=dtype, whole=whole)
+        return map_rows(path, key, dtype=dtype, offset_bytes=header_bytes, shape=shape, n=n)
 
     return Stored(path, dtype, shape, load)
 

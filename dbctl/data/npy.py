@@ -10,7 +10,7 @@ import struct
 import zipfile
 from math import prod
 from tokenize import TokenError
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -20,14 +20,13 @@ from dbctl.data.files import (
     check_expansion,
     damaged,
     expect_end,
-    file_id,
     fill,
     open_file,
     shown,
     size_of,
     take_bytes,
 )
-from dbctl.data.rows import ArrayRows, Extent, Rows, Stored, StreamRows, map_rows
+from dbctl.data.rows import ArrayRows, Rows, Stored, StreamRows, map_rows
 from dbctl.errors import DataError
 
 # zipfile decodes names and unpacks lengths of a damaged archive without looking.
@@ -48,16 +47,8 @@ def open_npy(path: str, key: str) -> Stored:
         _check_size(path, shape, dtype, header_bytes=offset, size=size_of(file))
 
     def load(n: int) -> Rows:
-        with open_file(path, key) as file:
-            extent = Extent(
-                path=path,
-                key=key,
-                file_id=file_id(file),
-                offset_bytes=offset,
-                shape=(shape[0], prod(shape[1:])),
-                order="F" if fortran else "C",
-            )
-            return map_rows(file, extent, dtype=dtype, n=n, shape=shape)
+        order: Literal["C", "F"] = "F" if fortran else "C"
+        return map_rows(path, key, dtype=dtype, offset_bytes=offset, shape=shape, order=order, n=n)
 
     return Stored(path, dtype, shape, load)
 

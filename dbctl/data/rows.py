@@ -23,7 +23,7 @@ from typing import IO, Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dbctl.data.files import expect_end, fill
+from dbctl.data.files import expect_end, file_id, fill, open_file
 
 Array = NDArray[Any]
 Indices = NDArray[np.int64]
@@ -86,7 +86,7 @@ class Extent:
     file_id: tuple[int, int]
     offset_bytes: int
     shape: tuple[int, int]
-    order: Literal["C", "F"] = "C"
+    order: Literal["C", "F"]
 
 
 @final
@@ -115,12 +115,28 @@ class ArrayRows(Rows):
 
 
 def map_rows(
-    file: IO[bytes], extent: Extent, *, dtype: np.dtype[Any], n: int, shape: tuple[int, ...]
+    path: str,
+    key: str,
+    *,
+    dtype: np.dtype[Any],
+    offset_bytes: int,
+    shape: tuple[int, ...],
+    order: Literal["C", "F"] = "C",
+    n: int,
 ) -> ArrayRows:
-    """The first `n` of the array (rows, ...) at `extent` of an open file, mapped read-only."""
-    array: Any = np.memmap(file, dtype, "r", extent.offset_bytes, shape, extent.order)
+    """The first `n` of the array `shape` in a file that has its length, mapped read-only."""
+    with open_file(path, key) as file:
+        array: Any = np.memmap(file, dtype, "r", offset_bytes, shape, order)
+        extent = Extent(
+            path=path,
+            key=key,
+            file_id=file_id(file),
+            offset_bytes=offset_bytes,
+            shape=(shape[0], prod(shape[1:])),
+            order=order,
+        )
     # In Fortran's order a row of several dimensions is put together in memory.
-    in_file = extent.order == "C" or len(shape) < 3
+    in_file = order == "C" or len(shape) < 3
     return ArrayRows(array[:n], extent if in_file else None)
 
 
