@@ -89,6 +89,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     this = Place(tmp_path)
     yield this
+    assert clusters.directory().is_relative_to(tmp_path), "not those of whoever runs the tests"
     for name in known():
         cluster = read(name)
         if any(Path(one.socket).exists() for one in cluster.keepers):
@@ -195,6 +196,22 @@ def test_clusters_are_looked_for_where_the_system_keeps_state(
         monkeypatch.setenv("XDG_STATE_HOME", value)
         assert clusters.directory() == tmp_path / ".local" / "state" / "dbctl" / "clusters"
     assert known() == []
+
+
+def test_a_user_without_a_name_or_a_home(place: Place) -> None:
+    """As in a container that was given any number for its user."""
+
+    def nobody(*words: object) -> str:
+        raise KeyError("getpwuid(): uid not found")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("getpass.getuser", nobody)
+        found = a_cluster("a").standing(name="n")
+        assert found.table == {"user": f"{os.getuid()}@{os.uname().nodename}", "name": "n"}
+        patch.delenv("XDG_STATE_HOME")
+        patch.setattr("os.path.expanduser", lambda path: path)
+        with pytest.raises(UsageError, match="no home directory is known"):
+            known()
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "-x", "a b", "x" * 65, "a\n"])

@@ -302,6 +302,15 @@ def test_a_damaged_file_hides_no_other_cluster(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("nothing_known")
+def test_a_cluster_that_is_stopped_meanwhile_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbctl.run.show.known", lambda: ["lab"])
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"clusters": []}
+
+
+@pytest.mark.usefixtures("nothing_known")
 def test_what_is_watched_is_shown_anew_until_it_is_over(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

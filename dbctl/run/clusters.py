@@ -55,7 +55,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
     def standing(self, **table: str) -> Standing:
         """Where a run finds its keepers, and what they tell of it: its name, its directory."""
-        who = f"{getpass.getuser()}@{os.uname().nodename}"
+        who = f"{_user()}@{os.uname().nodename}"
         sockets = {one.host.name: one.socket for one in self.keepers}
         return Standing(sockets=sockets, table={"user": who, **table})
 
@@ -127,13 +127,25 @@ def standing_on(cluster: Cluster | None, experiment: Experiment, run_dir: Path) 
     return cluster.standing(name=experiment.name, run_dir=str(run_dir.absolute()))
 
 
+def _user() -> str:
+    """A container's user may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
 # ------------------------------------------------------------------------------------ the files
 
 
 def directory() -> Path:
+    """UsageError: this user has no home directory."""
     base = os.environ.get("XDG_STATE_HOME", "")
-    home = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
-    return home / "dbctl" / "clusters"
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.local/state")
+    if not os.path.isabs(base):
+        raise UsageError("no home directory is known, where clusters are kept: set XDG_STATE_HOME")
+    return Path(base) / "dbctl" / "clusters"
 
 
 def known() -> list[str]:

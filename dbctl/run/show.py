@@ -217,6 +217,8 @@ def _all_clusters() -> Shown:
         found = list(pool.map(_try_cluster, names))
     objects, rows, faults = [], [CLUSTER_COLUMNS], []
     for name, one in zip(names, found, strict=True):
+        if one is None:
+            continue
         if isinstance(one, RunError):
             objects.append({"cluster": name, "error": str(one)})
             faults.append(escape_line(str(one)))
@@ -227,12 +229,15 @@ def _all_clusters() -> Shown:
     return Shown(object={"clusters": objects}, lines=lines)
 
 
-def _try_cluster(name: str) -> tuple[Cluster, list[Seen]] | RunError:
+def _try_cluster(name: str) -> tuple[Cluster, list[Seen]] | RunError | None:
+    """None: it was stopped meanwhile."""
     try:
         cluster = read(name)
         return cluster, look_at(cluster)
     except RunError as error:
         return error
+    except UsageError:
+        return None
 
 
 # ------------------------------------------------------------------------------- a launched cluster
