@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from dbctl.data.prepare import Preparation, Statistics, statistics
 from dbctl.data.rows import ArrayRows
-from dbctl.data.sources import Source
+from dbctl.data.sources import Source, open_source
 from dbctl.errors import DataError
+from tests.data_files import write_npy
 from tests.reference import serial_mean_and_deviation
 
 
@@ -128,3 +130,11 @@ def test_a_cut_file_of_statistics(tmp_path: Path) -> None:
 def test_scale_and_statistics_are_alternatives() -> None:
     with pytest.raises(AssertionError, match="alternatives"):
         prepared([[1.0]], scale=1.0, statistics=Statistics(np.zeros(1), np.ones(1)))
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    """The controller reads it: a mapping would end that by SIGBUS."""
+    source = open_source(write_npy(tmp_path, np.ones((5000, 4)), np.zeros(5000, np.int64)))
+    os.truncate(source.path, 5000)
+    with pytest.raises(DataError, match=r"x\.npy: was changed while it was in use"):
+        statistics(source)

@@ -20,6 +20,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from dbctl.data.file_rows import unmapped
 from dbctl.data.npy import open_npz
 from dbctl.data.rows import Array
 from dbctl.data.sources import Source
@@ -73,7 +74,7 @@ def statistics(source: Source, *, between: Callable[[], None] = lambda: None) ->
 
     Rows with a number that is not finite are left out: training refuses them, and one of them would
     make every row nan. `between` is called before each block: what it raises ends this. Raises
-    DataError when no row is left, or a deviation overflows float64.
+    DataError when no row is left, a deviation overflows float64, or the file is cut meanwhile.
 
     Blocks are joined as in Chan, Golub, LeVeque, *Updating Formulae and a Pairwise Algorithm for
     Computing Sample Variances* (1979): no sum of squares is ever taken about 0.
@@ -82,7 +83,7 @@ def statistics(source: Source, *, between: Callable[[], None] = lambda: None) ->
     mean = np.zeros(source.features)
     squares = np.zeros(source.features)
     with np.errstate(over="ignore", invalid="ignore"):
-        for raw in source.x.blocks():
+        for raw in unmapped(source.x).blocks():
             between()
             block = raw.astype(np.float64)
             finite = np.isfinite(block).all(axis=1)
