@@ -26,7 +26,7 @@ import dbctl
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch import bootstrap as words
-from dbctl.launch import installer, ssh_words, wheel
+from dbctl.launch import installer, ssh_talk, ssh_words, wheel
 from dbctl.launch.bootstrap import bring
 from dbctl.launch.ssh_words import OPTIONS, bootstrap_command
 from dbctl.launch.wheel import make_wheel
@@ -301,6 +301,19 @@ def test_a_busy_server_is_tried_again(fake: Fake, monkeypatch: pytest.MonkeyPatc
     )
     assert isinstance(bring(HOSTS[:1])[0], HostSpec)
     assert (fake.directory / "tries").read_text() == "x\n" * 3
+
+
+def test_a_server_that_is_never_free_is_given_up(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_words, "RETRY_FIRST_S", 0.02)
+    monkeypatch.setattr(ssh_talk, "AGAIN_LIMIT_S", 0.3)
+    fake.says("echo 'kex_exchange_identification: Connection closed' >&2; exit 255")
+    begin = time.monotonic()
+    (found,) = bring(HOSTS[:1])
+    assert time.monotonic() - begin < 3.0
+    assert isinstance(found, LaunchError)
+    assert "kex_exchange_identification" in found.log_tail
 
 
 def test_waiting_has_an_end_and_is_told(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

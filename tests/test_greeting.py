@@ -122,9 +122,9 @@ def test_a_controller_that_goes_before_it_asks_is_seen(agents: Any, tmp_path: Pa
 
 def test_the_port_is_closed_once_orders_come(agents: Any, tmp_path: Path) -> None:
     from dbctl.transport.link import Link
-    from dbctl.wire import Lease
+    from dbctl.wire import Kill
 
-    one = agents(examine={"address": "127.0.0.1"}, reach=True)
+    one = agents(examine={"address": "127.0.0.1"}, reach=True, lease=30.0)
     port = one.line()[1]["facts"]["port"]
     one.tell({"reach": []})
     assert one.line()[0] == "REACHED"
@@ -132,8 +132,11 @@ def test_the_port_is_closed_once_orders_come(agents: Any, tmp_path: Path) -> Non
     link.start()
     try:
         link.connect("agent-0", 1, f"ipc://{tmp_path}/sockets/agent-0.sock")
-        link.send("agent-0", Lease(0))
+        begin = time.monotonic()
+        link.send("agent-0", Kill("shard-0", 1))
         wait_until(lambda: reach({"it": ("127.0.0.1", port)})["it"] != "")
+        assert time.monotonic() - begin < 3.0, "long before its lease runs out"
+        assert one.process.poll() is None
     finally:
         link.close(0.0)
     one.end()
