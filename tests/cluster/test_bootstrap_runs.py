@@ -19,7 +19,7 @@ from tests.cluster.sshd import ROOT, Sshd
 from tests.cluster.test_ssh_runs import EXPERIMENT, bits, dbctl
 
 # pip fetches numpy and more, from wherever it is set up to.
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(420)]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_run_on_hosts_that_had_nothing(sshd: Sshd, bare: str, tmp_path: Path) 
     assert {host["python"] for host in resolved["cluster"]["hosts"]} == {python}
     # What the run remembers is enough: no --bootstrap.
     dbctl("resume", str(tmp_path / "ssh"), "--set", "stop.steps=80")
-    assert json.loads(dbctl("eval", str(tmp_path / "ssh"), "--json"))["step"] == 80
+    assert json.loads(dbctl("eval", str(tmp_path / "ssh"), "--bootstrap", "--json"))["step"] == 80
     before = (workdir / "venv").stat().st_mtime_ns
     begin = time.monotonic()
     file = tmp_path / "hosts.yaml"
