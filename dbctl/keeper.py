@@ -37,6 +37,7 @@ from typing import Any
 
 from dbctl import __version__
 from dbctl.keeper_start import (
+    SOCKET,
     STOPPED,
     leave_parent,
     listen,
@@ -55,6 +56,7 @@ SILENT_LIMIT_S = 5.0  # of a connection that has not said what it wants
 ANSWER_LIMIT_S = 2.0  # how long who asked may take to read the answer
 STOP_LIMIT_S = 5.0  # an agent needs two seconds for its nodes; then it is killed
 SILENT_MAX = 16
+LOOK_S = 60.0  # how late it is seen that the socket is gone
 RUNS_MAX = 64
 N_DESCRIPTORS = 2  # standard output and error of a run's agent
 
@@ -157,6 +159,8 @@ class Keeper:
                 self._drop(visitor, f"silent for {SILENT_LIMIT_S:g} s")
             if not self._runs and now - self._idle_since >= self._idle_s:
                 self.stop(f"no run for {self._idle_s:g} s")
+            if not self._runs and not os.path.exists(f"{self._directory}/{SOCKET}"):
+                self.stop("its socket is gone, and nobody can come any more")
             if self._over:
                 for run in self._runs:
                     run.end()
@@ -166,8 +170,7 @@ class Keeper:
     def _due(self) -> float:
         idle_at = inf if self._runs else self._idle_since + self._idle_s
         times = [v.until for v in self._visitors] + [run.kill_at for run in self._runs]
-        # Bounded: a select of years is an error of the system's.
-        return min([idle_at, _now() + 60.0, *times])
+        return min([idle_at, _now() + LOOK_S, *times])
 
     def close(self) -> None:
         """Nothing of it is left, and those who asked for the end are told; for the end."""

@@ -21,6 +21,7 @@ from dbctl.agent_options import OPTIONS_BYTES_MAX
 from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.process import one_line, read_line
 
+PARENT = "/tmp"  # short: an address of a socket holds 107 bytes
 PREFIX = "dbctl-keeper-"
 SOCKET = "control.sock"
 LOG = "keeper.log"
@@ -47,12 +48,12 @@ def told() -> argparse.Namespace:
     return options
 
 
-def listen(parent: str = "/tmp") -> tuple[socket.socket, str]:
-    """A listening socket, and its new private directory in `parent`.
+def listen() -> tuple[socket.socket, str]:
+    """A listening socket, and its new private directory in PARENT.
 
     It gets its name when it listens: a socket of that name which refuses is a dead keeper's.
     """
-    directory = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+    directory = tempfile.mkdtemp(prefix=PREFIX, dir=PARENT)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(f"{directory}/new.sock")
@@ -75,9 +76,9 @@ def remove(directory: str) -> None:
         os.rmdir(directory)
 
 
-def sweep(parent: str = "/tmp") -> None:
+def sweep() -> None:
     """Removes what this user's killed keepers left: directories whose socket nobody listens on."""
-    for directory in Path(parent).glob(f"{PREFIX}*"):
+    for directory in Path(PARENT).glob(f"{PREFIX}*"):
         try:
             if directory.stat(follow_symlinks=False).st_uid != os.getuid():
                 continue

@@ -26,7 +26,7 @@ from dbctl.cli.main import main
 from dbctl.errors import ExperimentError, LaunchError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import HostSpec, SshCluster
-from dbctl.keeper_start import PREFIX, STOPPED
+from dbctl.keeper_start import STOPPED
 from dbctl.launch import standing
 from dbctl.launch.ssh_words import (
     NOTHING,
@@ -42,6 +42,7 @@ from dbctl.launch.ssh_words import (
 from dbctl.run import clusters
 from dbctl.run.clusters import Cluster, known, launch, look, read, stop
 from tests.cluster.harness import state, wait_until
+from tests.keepers import Keepers
 
 ROOT = Path(__file__).parent.parent
 FILE = str(ROOT / "experiments" / "digits-downpour.yaml")
@@ -58,7 +59,10 @@ class Place:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = path / "lab.yaml"
-        self.before = set(Path("/tmp").glob(f"{PREFIX}*"))
+        self._keepers = Keepers(path)
+        self.python = str(self._keepers.python)
+        self.keepers = self._keepers.found
+        self.close = self._keepers.close
 
     def spoil(self, host: str, script: str) -> None:
         (self.path / "hosts" / host).write_text(script)
@@ -67,13 +71,10 @@ class Place:
         (self.path / "hosts" / host).unlink()
 
     def hosts(self, *names: str) -> str:
-        there = {"python": sys.executable, "workdir": str(self.path / "work")}
+        there = {"python": self.python, "workdir": str(self.path / "work")}
         rows = [{"name": name, **there} for name in names]
         self.file.write_text(json.dumps({"version": 1, "hosts": rows}))
         return str(self.file)
-
-    def keepers(self) -> list[Path]:
-        return sorted(set(Path("/tmp").glob(f"{PREFIX}*")) - self.before)
 
 
 @pytest.fixture
@@ -95,6 +96,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         if any(Path(one.socket).exists() for one in cluster.keepers):
             stop(cluster, force=True)
     wait_until(lambda: not this.keepers(), 5.0)
+    this.close()
 
 
 def a_cluster(*names: str, **changes: Any) -> Cluster:
@@ -379,17 +381,17 @@ def test_dbctl_is_brought_before_keepers_come_up(
 
     def bring(hosts: Any, *, tell: Any) -> Any:
         tell("bringing dbctl")
-        return tuple(replace(host, python=sys.executable) for host in hosts)
+        return tuple(replace(host, python=place.python) for host in hosts)
 
     monkeypatch.setattr(clusters, "bring_dbctl", bring)
     text = place.hosts("a")
-    place.file.write_text(place.file.read_text().replace(sys.executable, "/no/python"))
+    place.file.write_text(place.file.read_text().replace(place.python, "/no/python"))
     with pytest.raises(LaunchError, match="there is no /no/python"):
         launch(text, None)
     told: list[str] = []
     launch(text, None, bootstrap=True, tell=told.append)
     assert told == ["bringing dbctl"]
-    assert read("lab").keepers[0].host.python == sys.executable
+    assert read("lab").keepers[0].host.python == place.python
     assert [one.state for one in look(read("lab"))] == ["up"]
 
 
@@ -427,7 +429,7 @@ def test_two_users_of_a_host_have_keepers_of_their_own(place: Place) -> None:
     other = place.path / "other"
     other.write_text(f'#!/bin/sh\nexec {sys.executable} {place.path}/other.py "$@"\n')
     other.chmod(0o755)
-    mine = {"name": "mine", "python": sys.executable, "workdir": str(place.path)}
+    mine = {"name": "mine", "python": place.python, "workdir": str(place.path)}
     theirs = {"name": "theirs", "python": str(other), "workdir": "/tmp"}
     place.file.write_text(json.dumps({"version": 1, "hosts": [mine, theirs]}))
     cluster = launch(str(place.file), None)
@@ -489,7 +491,7 @@ def test_a_cluster_is_not_forgotten_while_a_keeper_may_live(place: Place) -> Non
 def test_the_words_of_a_host_reach_a_shell_there_as_one(place: Place) -> None:
     """A work directory that a shell would take apart."""
     path = place.path / "it's; touch here"
-    text = json.dumps({"name": "a", "python": sys.executable, "workdir": str(path)})
+    text = json.dumps({"name": "a", "python": place.python, "workdir": str(path)})
     place.file.write_text(f'{{"version": 1, "hosts": [{text}]}}')
     launch(str(place.file), None)
     assert path.is_dir()

@@ -21,6 +21,7 @@ from tests.cluster.netns import WORKDIR, Hosts
 from tests.cluster.runs import ENDLESS, ROOT, TrainRun, digits, kill, state, wait_for
 from tests.cluster.sshd import Sshd
 from tests.cluster.test_ssh_runs import EXPERIMENT, bits, is_ssh
+from tests.keepers import Keepers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
@@ -63,10 +64,12 @@ class Place:
         self.sshd = sshd
         self.path = tmp_path
         self.file = tmp_path / "three.yaml"
-        self.before = set(Path("/tmp").glob(f"{PREFIX}*"))
+        self._keepers = Keepers(tmp_path)
+        self.directories = self._keepers.found
+        self.close = self._keepers.close
 
     def hosts(self, *names: str, **changes: Any) -> list[dict[str, Any]]:
-        there = {"python": str(self.sshd.python), "workdir": str(self.path / "there")}
+        there = {"python": str(self._keepers.python), "workdir": str(self.path / "there")}
         return [{"name": name, "ssh": "plain", **there, **changes} for name in names]
 
     def launch(self, *hosts: dict[str, Any], words: tuple[str, ...] = ()) -> Done:
@@ -78,9 +81,6 @@ class Place:
 
     def pids(self, name: str = "three") -> list[int]:
         return [one["pid"] for one in json.loads(self.state_file(name).read_text())["keepers"]]
-
-    def directories(self) -> list[Path]:
-        return sorted(set(Path("/tmp").glob(f"{PREFIX}*")) - self.before)
 
     def left(self) -> list[str]:
         found = [str(path) for path in Path("/tmp").glob("dbctl-????????????????-*")]
@@ -97,6 +97,7 @@ def place(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*.json"):
         Done("stop-cluster", path.name.removesuffix(".json"))
     wait_for(lambda: not there.left(), f"nothing left of {there.left()}", 10.0)
+    there.close()
 
 
 def gone(*pids: int) -> bool:
