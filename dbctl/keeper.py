@@ -16,7 +16,8 @@ What the caller reads on the connection are the keeper's words, one JSON object 
 
 It becomes permanent in two steps. It says READY while it is still a child of the ssh that started
 it, and stays only if it is then told so: of hosts where one fails, none keeps anything.
-It ends when asked to, by SIGTERM, or after its limit without a run, and its directory with it.
+It ends when asked to, by SIGTERM, after its limit without a run, or where somebody has removed its
+socket and no run is left; and its directory with it.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -83,7 +85,8 @@ class Place:
         return [one["pid"] for one in json.loads(self.state_file(name).read_text())["keepers"]]
 
     def left(self) -> list[str]:
-        found = [str(path) for path in Path("/tmp").glob("dbctl-????????????????-*")]
+        of_agents = Path("/tmp").glob("dbctl-????????????????-*")
+        found = [str(path) for path in of_agents if not lives(path)]  # others run beside this
         found += [str(path) for path in (self.path / "there").glob("*")]
         return found + [str(path) for path in self.directories()]
 
@@ -102,6 +105,15 @@ def place(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def gone(*pids: int) -> bool:
     return all(state(pid) in ("", "Z") for pid in pids)
+
+
+def lives(directory: Path) -> bool:
+    """Whether an agent listens there."""
+    for path in directory.glob("agent-*.sock"):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.connect(str(path))
+            return True
+    return False
 
 
 def experiment(**changes: Any) -> dict[str, Any]:
