@@ -172,6 +172,8 @@ def test_the_limit_that_comes_first_counts() -> None:
     assert replace(SNAPSHOT, steps=900, epochs=5).fraction == 0.9
     assert replace(SNAPSHOT, total_steps=None, total_epochs=None).fraction is None
     assert replace(SNAPSHOT, steps=1003).fraction == 1.0
+    by_time = replace(SNAPSHOT, steps=10, total_epochs=1e6, seconds=30.0, total_seconds=40.0)
+    assert by_time.fraction == 0.75
 
 
 def test_what_was_not_measured_is_left_out_and_a_lost_replica_is_told() -> None:

@@ -42,6 +42,7 @@ from dbctl.wire import Exited, Start
 WORKER = {
     "node": "worker-0.0",
     "state": "running",
+    "step": 460,
     "examples_per_second": 1234.5,
     "bytes_pushed": 100,
     "bytes_exchanged": 11,
@@ -50,6 +51,7 @@ WORKER = {
 }
 SHARD = {
     "node": "shard-0",
+    "updates": 920,
     "bytes_in": 7,
     "bytes_out": 9,
     "staleness": {"worker-0.0": {0: 1, 2: 3}},
@@ -79,7 +81,7 @@ def test_a_worker_in_status_json() -> None:
         "state": "running",
         "pid": 17,
         "alive": True,
-        "steps": 4,
+        "steps": 460,
         "examples_per_second": 1234.5,
         "staleness": 1.5,
         "rss_bytes": 3 << 20,
@@ -89,8 +91,9 @@ def test_a_worker_in_status_json() -> None:
 
 
 def test_a_shard_in_status_json() -> None:
-    """Staleness is the workers': a shard has none of its own."""
+    """Its steps are updates. Staleness is the workers': a shard has none of its own."""
     found = node_fields(node(), SHARD)
+    assert found["steps"] == 920
     assert (found["state"], found["staleness"], found["examples_per_second"]) == ("up", None, None)
     assert (found["bytes_in"], found["bytes_out"]) == (7, 9)
 

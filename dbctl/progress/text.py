@@ -28,6 +28,8 @@ class Snapshot:
     total_steps: int | None = None
     epochs: float
     total_epochs: float | None = None
+    seconds: float = 0.0
+    total_seconds: float | None = None
     loss: float | None = None
     gradient_norm: float | None = None  # batch methods
     test_accuracy: float | None = None
@@ -46,6 +48,8 @@ class Snapshot:
             parts.append(self.steps / self.total_steps)
         if self.total_epochs:
             parts.append(self.epochs / self.total_epochs)
+        if self.total_seconds:
+            parts.append(self.seconds / self.total_seconds)
         return min(max(parts), 1.0) if parts else None
 
 

@@ -129,6 +129,8 @@ class RunRecords:
             total_steps=stop.steps,
             epochs=figures.epochs,
             total_epochs=figures.reachable_epochs(stop.epochs) if stop.epochs else None,
+            seconds=figures.seconds(now),
+            total_seconds=stop.seconds,
             loss=figures.loss(last_epoch=False),
             gradient_norm=figures.gradient_norm,
             test_accuracy=figures.test_accuracy,
@@ -189,6 +191,7 @@ class RunRecords:
 def node_fields(node: Node, told: Mapping[str, Any]) -> dict[str, Any]:
     """A node in status.json; `told` are the fields of its last report, if it makes any.
 
+    Steps are a worker's mini-batches and a shard's updates; None where nothing was said of them.
     Bytes are those of parameters and gradients, and what a worker gives to other partitions.
     """
     if node.exited is not None:
@@ -205,7 +208,7 @@ def node_fields(node: Node, told: Mapping[str, Any]) -> dict[str, Any]:
         "state": state,
         "pid": node.pid,
         "alive": node.alive,
-        "steps": node.steps,
+        "steps": told.get("step", told.get("updates")),
         "examples_per_second": told.get("examples_per_second"),
         "staleness": sum(value * n for value, n in counts.items()) / total if total else None,
         "rss_bytes": node.rss_bytes,
