@@ -164,7 +164,8 @@ def test_a_run_that_is_going_on(run_dir: RunDir) -> None:
         "node", "host", "state", "steps", "examples/s", "staleness", "memory", "received", "sent",
     ]  # fmt: skip
     assert worker.split() == [
-        "worker-0.0", "left", "running", "460", "1,234", "1.50", "3.0", "MiB", "200", "B", "111", "B",
+        "worker-0.0", "left", "running", "460", "1,234", "1.50", "3.0", "MiB", "200", "B", "111",
+        "B",
     ]  # fmt: skip
     assert shard.split() == [
         "shard-0", "left", "up", "920", "-", "-", "3.0", "MiB", "7", "B", "9", "B",
