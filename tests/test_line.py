@@ -189,7 +189,7 @@ def test_all_else_goes_by_the_threads(
 def test_who_is_spoken_to_answers_by_its_own_line(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard connects to nobody; a worker's pipe is beside its socket. A newer life has its own."""
+    """A shard connects to nobody; a worker's pipe is beside its socket, a newer life's too."""
     shard = make("shard-0")
     for incarnation in (1, 2):
         worker = make("worker-0.0", incarnation)
