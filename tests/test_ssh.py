@@ -29,9 +29,10 @@ from dbctl.launch.ssh_words import (
     Asked,
     Errand,
     checkout,
-    cure,
     diagnose,
     errand,
+    how_to_bring,
+    install_command,
     orders,
     others,
     ssh_command,
@@ -112,7 +113,11 @@ def test_agents_of_one_machine_do_not_meet() -> None:
     assert len(one.socket.encode()) < 60
 
 
-BRING = f"run `{cure(HOSTS[0], checkout())}`, or let --bootstrap do it"
+BRING = how_to_bring(HOSTS[0], checkout())
+LEFT = "ssh: connect to host left port 22: "
+UNKNOWN = "No ED25519 host key is known for left and you have requested strict checking.\n"
+CHANGED = "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\n"
+NO_KEY = "Host key verification failed."
 
 
 @pytest.mark.parametrize(
@@ -125,10 +130,17 @@ BRING = f"run `{cure(HOSTS[0], checkout())}`, or let --bootstrap do it"
         (2, "Unknown option: -P", "python", "give the host another `python`"),
         (127, "bash: line 1: python3: command not found", "python", "install Python 3.11"),
         (126, "permission denied", "python", "install Python 3.11"),
-        (255, "Host key verification failed.", "host key", "mend known_hosts"),
+        (255, f"{CHANGED}{NO_KEY}", "host key", "find out why, then mend known_hosts"),
+        (255, f"{UNKNOWN}{NO_KEY}", "host key", "run `ssh left` once and compare the fingerprint"),
+        (255, NO_KEY, "host key", "run `ssh left` once and compare the fingerprint"),
         (255, "me@left: Permission denied (publickey).", "ssh", "`ssh left` must work without a"),
         (0, "channel 2: open failed: connect failed: open failed", "ssh", "AllowStreamLocalForw"),
-        (255, "ssh: Could not resolve hostname left", "ssh", "make `ssh left` work"),
+        (255, "ssh: Could not resolve hostname left", "name", "a HostName in ~/.ssh/config"),
+        (255, f"{LEFT}Connection refused", "port", "or give its port: `ssh: ssh://USER@HOST"),
+        (255, f"{LEFT}Connection timed out", "network", "no firewall is between: `ssh left` must"),
+        (255, f"{LEFT}No route to host", "network", "no firewall is between: `ssh left` must"),
+        (255, "Bad configuration option: x", "ssh", "make `ssh left` work"),
+        (1, "cat: x: Connection refused", "agent", "make `ssh -- left 'python3"),
         (1, "bashrc: line 3", "agent", "make `ssh -- left 'python3 -P -m dbctl --version'` work"),
         (None, "", "agent", ""),
     ],
@@ -138,6 +150,22 @@ def test_the_cure_is_said(status: int | None, words: str, about: str, advice: st
     assert found.about == about
     assert advice in found.cure
     assert bool(found.cure) == bool(advice)
+
+
+def test_a_key_that_nobody_has_seen_is_no_attack() -> None:
+    """The last line of ssh is the same for both."""
+    new, changed = (diagnose(HOSTS[0], 255, f"{said}{NO_KEY}").fault for said in ("", CHANGED))
+    assert new == "its host key is not known here yet"
+    assert changed == "its host key is not the known one"
+
+
+def test_only_a_command_that_can_be_run_is_told() -> None:
+    """Where dbctl was installed there is neither a source tree nor a wheel."""
+    assert how_to_bring(HOSTS[0], None) == "let --bootstrap bring it"
+    told = how_to_bring(HOSTS[0], Path("/src"))
+    command = install_command(HOSTS[0], Path("/src"))
+    assert told == f"let --bootstrap bring it, or run `{command}`"
+    assert command.startswith("python3 -m pip wheel --no-deps -w . /src && ssh -- left ")
 
 
 def test_the_command_that_brings_dbctl_runs_as_it_is_typed(tmp_path: Path) -> None:
@@ -155,13 +183,12 @@ def test_the_command_that_brings_dbctl_runs_as_it_is_typed(tmp_path: Path) -> No
         path.chmod(0o755)
     wheel = f"dbctl-{dbctl.__version__}-py3-none-any.whl"
     (tmp_path / wheel).touch()
-    command = cure(host, Path("/src/my dbctl"))
+    command = install_command(host, Path("/src/my dbctl"))
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env=env, check=True, timeout=20)
     assert (there / "installed").read_text() == (
         f"-m pip install ./{wheel}\nwheel of -m pip wheel --no-deps -w . /src/my dbctl\n"
     )
-    assert cure(host) in command
 
 
 # ------------------------------------------------------- the launcher, over programs named `ssh`

@@ -24,6 +24,8 @@ from dbctl.keeper_start import STOPPED
 
 SSH_FAILED = 255
 NO_PROGRAM = (126, 127)
+# What a host is told to be at fault at that ssh did not get as far as.
+NOT_REACHED = ("name", "network", "port", "host key", "ssh")
 RETRY_FIRST_S = 0.25
 RETRY_MOST_S = 4.0
 OPTIONS = (
@@ -38,6 +40,7 @@ OPTIONS = (
 # What ssh says where the server closed the connection before it named itself.
 _CLOSED_EARLY = re.compile(r"kex_exchange_identification|Exceeded MaxStartups")
 _NO_MODULE = re.compile(r"No module named '?([a-z_]+)")
+_NO_WAY = re.compile(r"(Connection|Operation) timed out|No route to host|Network is unreachable")
 _NOT_FORWARDED = re.compile(r"channel [0-9]+: open failed")
 
 
@@ -164,17 +167,21 @@ def others(ports: Mapping[str, tuple[str, int]], agent: str) -> str:
     return json.dumps({"reach": rows}) + "\n"
 
 
-def cure(host: HostSpec, source: Path | None = None) -> str:
-    """The command that brings this version of dbctl to the host, as one types it here.
+def how_to_bring(host: HostSpec, source: Path | None) -> str:
+    """What to do about a host without this version of dbctl.
 
-    `source`: the checkout that this dbctl runs from; else the wheel that it came from is asked for.
-    No name is looked up in an index: whose package that would be is not known here.
+    `source`: the checkout that this dbctl runs from. Where it was installed there is no wheel at
+    hand, and no name is looked up in an index: whose package that would be is not known here.
     """
+    do = "let --bootstrap bring it"
+    return do if source is None else f"{do}, or run `{install_command(host, source)}`"
+
+
+def install_command(host: HostSpec, source: Path) -> str:
+    """The command that brings the dbctl of a checkout to the host, as one types it here."""
     wheel = f"dbctl-{dbctl.__version__}-py3-none-any.whl"
     install = shlex.join([_python(host), "-m", "pip", "install", f"./{wheel}"])
     send = f"{shlex.join(['ssh', '--', host.destination, f'cat > {wheel} && {install}'])} < {wheel}"
-    if source is None:
-        return send
     build = shlex.join(["python3", "-m", "pip", "wheel", "--no-deps", "-w", ".", str(source)])
     return f"{build} && {send}"
 
@@ -207,7 +214,7 @@ class Diagnosis(NamedTuple):
 def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
     """From the exit status and the words; a cure of "" where only they tell."""
     python = host.python
-    bring = f"run `{cure(host, checkout())}`, or let --bootstrap do it"
+    bring = how_to_bring(host, checkout())
     if STOPPED in said:
         return Diagnosis("cluster", "its cluster was stopped", "launch it again and resume the run")
     if NO_KEEPER in said:
@@ -225,20 +232,37 @@ def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
     if status in NO_PROGRAM:
         do = "install Python 3.11 or later, or give the host its `python`"
         return Diagnosis("python", f"there is no {python}", do)
-    if "HOST IDENTIFICATION HAS CHANGED" in said or "Host key verification failed" in said:
-        do = "find out why, then mend known_hosts"
-        return Diagnosis("host key", "its host key is not the known one", do)
-    if _NOT_FORWARDED.search(said):
-        do = "set AllowStreamLocalForwarding to yes there"
-        return Diagnosis("ssh", "its sshd forwards no sockets", do)
-    if "Permission denied" in said:
-        do = f"`ssh {shlex.quote(host.destination)}` must work without a question: give it a key"
-        return Diagnosis("ssh", "it does not let this user in", do)
-    if status == SSH_FAILED:
-        do = f"make `ssh {shlex.quote(host.destination)}` work, or mend `ssh` of the host"
-        return Diagnosis("ssh", "", do)
+    if status == SSH_FAILED or _NOT_FORWARDED.search(said):
+        return _of_ssh(host, said)
     if status is not None:
         look = shlex.join([_python(host), "-P", "-m", "dbctl", "--version"])
         do = f"make `{shlex.join(['ssh', '--', host.destination, look])}` work"
         return Diagnosis("agent", "", do)
     return Diagnosis("agent", "", "")
+
+
+def _of_ssh(host: HostSpec, said: str) -> Diagnosis:
+    """Where ssh itself did not come through."""
+    log_in = f"`ssh {shlex.quote(host.destination)}`"
+    if "HOST IDENTIFICATION HAS CHANGED" in said or "REVOKED HOST KEY" in said:
+        do = "find out why, then mend known_hosts"
+        return Diagnosis("host key", "its host key is not the known one", do)
+    if "Host key verification failed" in said:
+        do = f"run {log_in} once and compare the fingerprint that it shows with the host's own"
+        return Diagnosis("host key", "its host key is not known here yet", do)
+    if _NOT_FORWARDED.search(said):
+        do = "set AllowStreamLocalForwarding to yes there"
+        return Diagnosis("ssh", "its sshd forwards no sockets", do)
+    if "Permission denied" in said:
+        do = f"{log_in} must work without a question: give it a key"
+        return Diagnosis("ssh", "it does not let this user in", do)
+    if "Could not resolve hostname" in said:
+        do = "mend `ssh` of the host, or give that name a HostName in ~/.ssh/config"
+        return Diagnosis("name", "ssh knows no address of that name", do)
+    if "Connection refused" in said:
+        do = "start sshd there, or give its port: `ssh: ssh://USER@HOST:PORT`"
+        return Diagnosis("port", "no sshd listens at that port", do)
+    if _NO_WAY.search(said):
+        do = f"see that it is up and that no firewall is between: {log_in} must work"
+        return Diagnosis("network", "it does not answer", do)
+    return Diagnosis("ssh", "", f"make {log_in} work, or mend `ssh` of the host")

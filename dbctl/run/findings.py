@@ -14,7 +14,7 @@ from dbctl.errors import LaunchError
 from dbctl.examine import Facts, FileFacts
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import Answer
-from dbctl.launch.ssh_words import checkout, cure
+from dbctl.launch.ssh_words import checkout, how_to_bring
 from dbctl.process import escape
 from dbctl.run.room import Room, files_fault, is_too_large, memory_fault
 
@@ -121,7 +121,7 @@ Row = tuple[str, str, str, bool]
 def _of_packages(
     host: HostSpec, facts: Facts, needs: Needs, *, here: Mapping[str, str]
 ) -> Iterator[Row]:
-    bring = f"run `{cure(host, checkout())}`, or let --bootstrap do it"
+    bring = how_to_bring(host, checkout())
     missing = [name for name, version in facts.packages.items() if not version]
     if missing:
         yield "dbctl", f"{', '.join(missing)}, which dbctl needs, is not there", bring, True

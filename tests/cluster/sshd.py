@@ -42,8 +42,8 @@ def free_port() -> int:
 class Sshd:
     """A context manager. Host aliases of its ssh configuration: the names in PORTS, and
 
-    `refused` (a port where nobody listens), `changed` (whose host key is not the known one) and
-    `unknown` (a host key that nobody has seen).
+    `refused` (a port where nobody listens), `changed` (whose host key is not the known one),
+    `unknown` (a host key that nobody has seen) and `lost` (a name that has no address).
     """
 
     def __init__(self, directory: Path) -> None:
@@ -154,6 +154,8 @@ Match LocalPort {self.ports["narrow"]}
             for name, port in aliases.items()
         )
         return f"""{hosts}
+Host lost
+    HostName no.such.host.invalid
 Host *
     HostName 127.0.0.1
     User root

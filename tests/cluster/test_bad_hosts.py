@@ -85,12 +85,12 @@ def only_row(said: str) -> str:
 @pytest.mark.parametrize(
     ("changes", "row", "words"),
     [
-        ({"ssh": "refused"}, "ssh  ended", ["Connection refused", "make `ssh refused` work"]),
-        ({"ssh": "192.0.2.1"}, "ssh  ended", ["192.0.2.1` work"]),
+        ({"ssh": "refused"}, "port  ended", ["Connection refused", "start sshd there"]),
+        ({"ssh": "lost"}, "name  ended", ["ssh knows no address", "a HostName in ~/.ssh/config"]),
         ({"ssh": "nobody@plain"}, "ssh  ended", ["Permission denied", "without a question"]),
         ({"ssh": "password"}, "ssh  ended", ["Permission denied", "without a question"]),
         ({"ssh": "changed"}, "host key  ended", ["not the known one", "mend known_hosts"]),
-        ({"ssh": "unknown"}, "host key  ended", ["Host key verification failed"]),
+        ({"ssh": "unknown"}, "host key  ended", ["not known here yet", "run `ssh unknown` once"]),
         ({"ssh": "failing"}, "agent  ended", ["exit status 1", "conda: command not found"]),
         ({"python": "/no/such/python3"}, "python  ended", ["there is no /no/such/python3"]),
         ({"workdir": "/proc/none"}, "workdir  cannot write in /proc/none", ["another `workdir`"]),
@@ -139,7 +139,7 @@ def test_a_host_without_dbctl_or_what_it_needs(
     assert row.startswith("dbctl  ")
     assert words in row
     assert f"{python} -m pip install ./dbctl-" in said
-    assert "or let --bootstrap do it" in said
+    assert "do: let --bootstrap bring it, or run `python3 -m pip wheel" in said
 
 
 @pytest.mark.usefixtures("path")
@@ -307,7 +307,7 @@ def test_the_doctor_tells_of_all_at_once(sshd: Sshd, tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     wrong = {one["host"]: one["about"] for one in report["findings"] if one["fatal"]}
     assert wrong == {
-        "away": "ssh",
+        "away": "port",
         "stranger": "ssh",
         "changed": "host key",
         "failing": "agent",
@@ -376,5 +376,6 @@ def test_an_address_where_nobody_is_takes_ten_seconds(
         in_space(hosts.switch, "route", "del", "192.0.2.1/32")
     took_s = time.monotonic() - begin
     assert done.returncode == 1
+    assert re.search(r"^  192\.0\.2\.1  network  .*does not answer$", done.stdout, re.MULTILINE)
     assert "Connection timed out" in done.stdout
     assert 9.0 < took_s < 15.0

@@ -59,7 +59,7 @@ def test_a_run_on_hosts_that_had_nothing(sshd: Sshd, bare: str, tmp_path: Path) 
         assert run.finish() == 0, run.story()
     with TrainRun(tmp_path, EXPERIMENT | {"cluster": cluster}, name="refused") as run:
         assert run.finish() == 3, run.story()
-        assert "or let --bootstrap do it" in run.err
+        assert "let --bootstrap bring it, or run" in run.err
     begin = time.monotonic()
     with TrainRun(tmp_path, EXPERIMENT | {"cluster": cluster}, "--bootstrap", name="ssh") as run:
         assert run.finish(240.0) == 0, run.story()
