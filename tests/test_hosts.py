@@ -93,8 +93,8 @@ def test_faults_of_both_files_come_at_once_at_their_places(folder: str, tmp_path
     text = "cluster: {launcher: ssh, hosts: hosts.yaml, encrypt: on}\nreplicas: 0\n"
     found = faults(text, directory=folder)
     assert [line.partition(": expected")[0] for line in found if "expected" in line] == [
-        f"{path}:3:47: cluster.hosts.0.slots",
-        f"{path}:4:75: cluster.hosts.1.labels.0",
+        f"{path}:3:47: hosts.0.slots",
+        f"{path}:4:75: hosts.1.labels.0",
         "e.yaml:9:11: replicas",
     ]
     assert any(line.startswith(f"{path}:5:1: color: unknown key") for line in found)
@@ -111,10 +111,10 @@ def test_faults_of_both_files_come_at_once_at_their_places(folder: str, tmp_path
         ("version: 2\nhosts: [{name: a}]", "{path}:1:10: version: expected `1`, found `2`"),
         ("version: true\nhosts: [{name: a}]", "{path}:1:10: version: expected `1`, found `true`"),
         ("version: 1.0\nhosts: [{name: a}]", "{path}:1:10: version: expected `1`, found `1.0`"),
-        ("version: 1\n\udcff", "{path}:2:1: cluster.hosts: expected UTF-8 text, found byte 0xff"),
+        ("version: 1\n\udcff", "{path}:2:1: expected UTF-8 text, found byte 0xff"),
         ("version: 1", "{path}:1:1: hosts: is required and missing"),
         ("version: 1\nhosts: other.yaml", "{path}:2:8: hosts: expected a list of hosts"),
-        ("version: 1\nhosts: []", "{path}:2:8: cluster.hosts: expected a list of at least one"),
+        ("version: 1\nhosts: []", "{path}:2:8: hosts: expected a list of at least one"),
         ("version: 1\nhosts: [{name: a]", "{path}:2:17: not YAML"),
     ],
 )
@@ -229,6 +229,44 @@ def test_each_key_has_its_limits(host: str, words: str) -> None:
     assert words in found[0]
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("cluster.hosts.0.slots=0", "cluster.hosts.0.slots"),
+        ("cluster.hosts=[{name: a, slots: 0}]", "cluster.hosts.0.slots"),
+    ],
+)
+def test_what_set_changes_is_called_as_set_calls_it(folder: str, override: str, key: str) -> None:
+    [said] = faults("cluster: {launcher: ssh, hosts: hosts.yaml}\n", override, directory=folder)
+    assert f"{key}: expected a whole number of at least 1, found `0`" in said
+
+
+@pytest.mark.parametrize(
+    ("host", "write"),
+    [
+        ("nc3-a", "{name: nc3-a}"),
+        ("me@nc3-a", '{name: NAME, ssh: "me@nc3-a"}'),
+        ("'ssh://me@[::1]:22'", '{name: NAME, ssh: "ssh://me@[::1]:22"}'),
+    ],
+)
+def test_a_host_that_is_no_mapping_is_told_how_to_be_one(host: str, write: str) -> None:
+    [said] = faults(f"cluster: {{launcher: ssh, hosts: [{host}]}}\n")
+    assert "cluster.hosts.0: expected a mapping, found the text" in said
+    assert said.endswith(f"; write `{write}`")
+    assert one_host(write).destination in host
+    assert "; write" not in faults("cluster: {launcher: ssh, hosts: ['a b']}\n")[0]
+
+
+@pytest.mark.parametrize("ssh", ["root@127.0.0.1:22922", "host.org:22", "u@[::1]:22"])
+def test_a_port_after_the_host_is_told_where_it_belongs(ssh: str) -> None:
+    [said] = faults(f"cluster: {{launcher: ssh, hosts: [{{name: x, ssh: '{ssh}'}}]}}\n")
+    assert said.endswith(f"ssh://USER@HOST:PORT; write `ssh://{ssh}`")
+    assert one_host(f"{{name: x, ssh: 'ssh://{ssh}'}}").destination == f"ssh://{ssh}"
+    assert (
+        "; write" not in faults("cluster: {launcher: ssh, hosts: [{name: x, ssh: 'a b:22'}]}\n")[0]
+    )
+
+
 def test_hosts_are_required_and_only_with_ssh() -> None:
     assert "cluster.hosts: is required and missing" in faults("cluster: {launcher: ssh}\n")[0]
     found = faults("cluster: {launcher: local, hosts: [{name: a}]}\n")
@@ -270,8 +308,16 @@ def test_a_hosts_file_by_itself_is_read_like_one_that_an_experiment_names(folder
 @pytest.mark.parametrize(
     ("text", "places"),
     [
-        ("version: 1\nhosts: []\n", ["2:8: cluster.hosts: expected "]),
-        ("version: 1\nhosts: [{name: a, slots: 0}, {name: a}]\n", ["2:26: ", "2:37: "]),
+        ("version: 1\nhosts: []\n", ["2:8: hosts: expected "]),
+        (
+            "version: 1\nhosts: [{name: a, slots: 0}, {name: a}]\n",
+            ["2:26: hosts.0.slots", "2:37: hosts.1.name"],
+        ),
+        ("version: 1\nhosts: [{name: a, slts: 1}]\n", ["2:19: hosts.0.slts: unknown key; did you"]),
+        (
+            "version: 1\nhosts: [{name: a, qqqq: 1}]\n",
+            ["2:19: hosts.0.qqqq: unknown key; `hosts.0` takes"],
+        ),
         ("hosts: [{name: -a}]\nmore: 1\n", ["version: is required", "1:16: ", "2:1: more"]),
         ("", ["found nothing: the file is empty"]),
         (None, ["hosts.yaml: cannot be read: No such file"]),

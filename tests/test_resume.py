@@ -280,6 +280,12 @@ def test_where_the_data_are_read_may_change() -> None:
         check_overrides(["data.train.ship=true", "data.train.rows=3"])
 
 
+def test_help_names_all_that_may_change(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", "--help"]) == 0
+    words = {word.strip(",.") for word in capsys.readouterr().out.split()}
+    assert {name.rpartition(".")[2] for name in CHANGEABLE} <= words
+
+
 def test_a_bad_value_of_an_allowed_key(done: RunDir) -> None:
     with pytest.raises(ExperimentError, match="replicas"):
         prepare(done, ["replicas=0"])

@@ -25,8 +25,8 @@ def resume(
 ) -> int:
     """Go on from a run's newest good checkpoint.
 
-    Only stop, replicas, min_replicas, shards, partition, evaluate, checkpoint and cluster can be
-    set anew.
+    Only stop, replicas, min_replicas, shards, partition, evaluate, checkpoint, cluster and the ship
+    of data can be set anew.
     """
     from dbctl.cli.cluster import cluster_of
     from dbctl.progress.display import make_display

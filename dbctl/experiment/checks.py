@@ -198,6 +198,8 @@ _IN_URI = r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\]"
 SSH_DESTINATION = (
     rf"(?:{_USER}@)?(?:{_SSH_HOST})|ssh://(?:{_USER}@)?(?:{_IN_URI})(?::[0-9]{{1,5}})?"
 )
+_WITH_PORT = rf"(?:{_USER}@)?(?:{_IN_URI}):[0-9]{{1,5}}"  # as other programs take it
+_DESTINATIONS = "HOST, USER@HOST, ssh://USER@HOST:PORT"
 _DNS_NAME = r"[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?)*"
 MAX_ENV = 8_192  # what is told a host goes into a pipe without waiting
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*"
@@ -222,7 +224,8 @@ def _host_fault(key: str, value: Any) -> str:
     if key == "name" and not re.fullmatch(HOST_NAME, value):
         return "expected up to 63 letters, digits and `_.-`, the first a letter or digit"
     if key == "ssh" and not re.fullmatch(SSH_DESTINATION, value):
-        return "expected what ssh calls a destination: HOST, USER@HOST, ssh://USER@HOST:PORT"
+        meant = f"; write `ssh://{value}`" if re.fullmatch(_WITH_PORT, value) else ""
+        return f"expected what ssh calls a destination: {_DESTINATIONS}{meant}"
     if key == "address":
         return _address_fault(value)
     if key in ("python", "workdir"):

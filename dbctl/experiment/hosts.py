@@ -68,9 +68,10 @@ def read_hosts(name: str, asked: Place, problems: list[Problem]) -> Listing | No
         text = read_text(name)
     except ExperimentError as error:
         for one in error.problems:
-            place = Place(one.file, one.line, one.column) if one.line else asked
-            message = one.message if one.line else f"{name}: {one.message}"
-            problems.append(problem(place, (CLUSTER, HOSTS), message))
+            if one.line:
+                problems.append(problem(Place(one.file, one.line, one.column), (), one.message))
+            else:
+                problems.append(problem(asked, (CLUSTER, HOSTS), f"{name}: {one.message}"))
         return None
     start = Place(name, 1, 1)
     before = len(problems)

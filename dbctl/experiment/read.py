@@ -22,7 +22,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from dbctl.errors import ExperimentError, Problem
 from dbctl.experiment.checks import faults
-from dbctl.experiment.hosts import Inclusion, read_hosts
+from dbctl.experiment.hosts import CLUSTER, HOSTS, Inclusion, read_hosts
 from dbctl.experiment.overrides import apply_overrides
 from dbctl.experiment.shape import (
     Shape,
@@ -84,7 +84,7 @@ def parse(
         apply_overrides(tree, [override], problems)
         hosts.look(tree)  # so that a later one may change one of them
     problems += hosts.problems
-    experiment = _read_all(tree, Experiment, (), directory=directory, problems=problems)
+    experiment = _read_all(tree, Experiment, (), file=file, directory=directory, problems=problems)
     assert isinstance(experiment, Experiment)
     return experiment
 
@@ -99,17 +99,26 @@ def load_hosts(path: str) -> tuple[HostSpec, ...]:
     annotation = fields_of(SshCluster)["hosts"].annotation
     directory = os.path.dirname(path) or "."
     hosts = _read_all(
-        listing, annotation, ("cluster", "hosts"), directory=directory, problems=problems
+        listing, annotation, (CLUSTER, HOSTS), file="", directory=directory, problems=problems
     )
     assert isinstance(hosts, tuple)
     return hosts
 
 
 def _read_all(
-    tree: Tree, annotation: Any, path: Path, *, directory: str, problems: list[Problem]
+    tree: Tree,
+    annotation: Any,
+    path: Path,
+    *,
+    file: str,
+    directory: str,
+    problems: list[Problem],
 ) -> Any:
-    """The value of `tree`; ExperimentError with all that is wrong with it, after `problems`."""
-    reader = _Reader(os.path.abspath(directory), problems)
+    """The value of `tree`; ExperimentError with all that is wrong with it, after `problems`.
+
+    `file`: the experiment's own, where there is one.
+    """
+    reader = _Reader(file, os.path.abspath(directory), problems)
     value = reader.read(tree, annotation, path)
     for fault in faults(reader.values):
         reader.refuse(reader.blamed(fault.path, tree.place), fault.path, fault.message)
@@ -189,7 +198,8 @@ def _is_null(tree: Tree) -> bool:
 class _Reader:
     """One walk. `values` and `places` hold what was read, by path, for the checks."""
 
-    def __init__(self, directory: str, problems: list[Problem]) -> None:
+    def __init__(self, file: str, directory: str, problems: list[Problem]) -> None:
+        self.file = file
         self.directory = directory
         self.problems = problems
         # Where the YAML was refused already; a value that stands there is not judged again.
@@ -198,7 +208,12 @@ class _Reader:
         self.places: dict[Path, Place] = {}
 
     def refuse(self, place: Place, path: Path, message: str) -> None:
-        self.problems.append(problem(place, path, message))
+        self.problems.append(problem(place, self.named(path, place), message))
+
+    def named(self, path: Path, place: Place) -> Path:
+        """`path` as the file has it where it stands: the hosts file knows no `cluster`."""
+        elsewhere = place.line > 0 and place.file != self.file
+        return path[1:] if elsewhere and path[:2] == (CLUSTER, HOSTS) else path
 
     def place(self, path: Path, default: Place) -> Place:
         """Where the value of `path` stands, or the nearest that holds it."""
@@ -296,7 +311,7 @@ class _Reader:
         if names and (tag := tag_of(spec)) is not None:
             message = f"is a key of {' and '.join(names)}, not of {tag.key} {tag.value}"
         else:
-            message, near = unknown_key(key, path, fields)
+            message, near = unknown_key(key, self.named(path, place), fields)
         self.refuse(place, (*path, key), message)
         return near
 

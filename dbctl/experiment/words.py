@@ -6,6 +6,7 @@ the value failed, so it cannot drift from the limit that is checked.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
@@ -13,8 +14,9 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from dbctl.errors import Problem
+from dbctl.experiment.checks import HOST_NAME, SSH_DESTINATION
 from dbctl.experiment.shape import alternatives, keys_below, shape_of, spec_by_tag, unwrap
-from dbctl.experiment.specs import EvaluateSpec, Every, Experiment, RelativeToFile
+from dbctl.experiment.specs import EvaluateSpec, Every, Experiment, HostSpec, RelativeToFile
 from dbctl.experiment.tree import Listing, Mapping, Place, Scalar, Tree, problem, shown
 
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -94,6 +96,8 @@ def hint(annotation: Any, tree: Tree) -> str:
     """`; did you mean ...` or `; write ...`, or nothing."""
     if not isinstance(tree, Scalar):
         return ""
+    if HostSpec in shape_of(annotation).specs and isinstance(tree.value, str):
+        return _host_hint(tree.value)
     members = [unwrap(member)[0] for member in alternatives(annotation)]
     names = [str(value) for m in members if get_origin(m) is Literal for value in get_args(m)]
     if isinstance(tree.value, str) and (near := nearest(tree.value, names)):
@@ -109,6 +113,15 @@ def hint(annotation: Any, tree: Tree) -> str:
         return f'; write "{shown(tree.text)}" in quotes'
     if Every in members and isinstance(tree.value, int | float) and tree.value is not False:
         return f"; say of what, such as `{shown(tree.text)} s`"
+    return ""
+
+
+def _host_hint(text: str) -> str:
+    """Of a host that is a text and no mapping: its name, or what ssh calls it."""
+    if re.fullmatch(HOST_NAME, text):
+        return f"; write `{{name: {shown(text)}}}`"
+    if re.fullmatch(SSH_DESTINATION, text):
+        return f'; write `{{name: NAME, ssh: "{shown(text)}"}}`'
     return ""
 
 
