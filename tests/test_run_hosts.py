@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import threading
 import time
@@ -33,6 +34,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail(f"started {words}")
 
     monkeypatch.setattr("subprocess.Popen", popen)
+    monkeypatch.setattr(hosts, "name_of", lambda host: host.reached_at)
 
 
 def lines(*overrides: str, as_json: bool = False) -> list[str]:
@@ -127,7 +129,7 @@ def test_loopback_is_no_address_for_others_unless_all_are_this_machine() -> None
     with pytest.raises(PlanError) as caught:
         found(A, C, HostSpec(name="e"))
     assert str(caught.value) == (
-        "host e: no address of e is known here: OSError: [Errno -2] Name or service not known; "
+        "host e: no address of e is known here (name or service not known); "
         "host c: others would connect to 127.0.1.1, and reach themselves: "
         "give each its `address`, where the other hosts reach it"
     )
@@ -135,8 +137,40 @@ def test_loopback_is_no_address_for_others_unless_all_are_this_machine() -> None
 
 @pytest.mark.parametrize("name", ["a..b", "a" * 64 + ".org"])
 def test_what_can_be_no_name_is_told(name: str) -> None:
-    with pytest.raises(PlanError, match=f"host h: no address of {name} is known here: UnicodeErr"):
+    with pytest.raises(
+        PlanError, match=f"host h: no address of {name} is known here \\(it can be no name"
+    ):
         addresses([A, HostSpec(name="h", ssh=f"me@{name}")], look_up_or_system)
+
+
+def test_a_name_that_only_ssh_knows_is_asked_of_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `address`, and what is one already, is taken as it stands."""
+    settings = {"a": "far.org", "b": "10.0.0.7", "n": "no.such"}
+    monkeypatch.setitem(KNOWN, "far.org", ["10.0.0.3"])
+    asked = []
+
+    def name_of(host: HostSpec) -> str:
+        asked.append(host.name)
+        return settings[host.name]
+
+    monkeypatch.setattr(hosts, "name_of", name_of)
+    given = HostSpec(name="g", ssh="me@b", address="a.org")
+    six = HostSpec(name="s", ssh="ssh://me@[fe80::1]:22")
+    assert found(A, B, given, six) == {
+        "a": "10.0.0.3",
+        "b": "10.0.0.7",
+        "g": "10.0.0.1",
+        "s": "fe80::1",
+    }
+    assert sorted(asked) == ["a", "b"]
+    with pytest.raises(PlanError, match=r"host n: no address of no\.such is known here \(name or"):
+        found(A, HostSpec(name="n"))
+
+
+def test_the_systems_own_words_are_told_without_their_number() -> None:
+    with pytest.raises(PlanError) as caught:
+        addresses([A, HostSpec(name="h", ssh="no.such.host.invalid")], look_up_or_system)
+    assert re.search(r"no\.such\.host\.invalid is known here \([a-z ]+\)", str(caught.value))
 
 
 def look_up_or_system(name: str) -> list[str]:

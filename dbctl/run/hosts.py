@@ -1,12 +1,13 @@
 """What an experiment's `cluster` means on this machine: which launcher, and where its hosts are.
 
-Rules of this file: it chooses a launcher and looks up addresses; it starts nothing. Hosts that ssh
-reaches are examined first (dbctl/run/preflight.py).
+Rules of this file: it chooses a launcher and looks up addresses; no host hears of it. Hosts that
+ssh reaches are examined first (dbctl/run/preflight.py). `--dry-run` looks nothing up.
 
 Theory of operation. Hosts connect to each other at IP addresses, and each listens on its own only.
 A name is looked up here, once, so that all are told the same: what a host's own tables say of its
-name is mostly 127.0.1.1. A loopback address is refused unless every host is this machine: each
-would reach itself there.
+name is mostly 127.0.1.1. Without an `address` it is the name that ssh itself would connect to
+(dbctl/launch/ssh_name.py): hosts are often known by ~/.ssh/config only. A loopback address is
+refused unless every host is this machine: each would reach itself there.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ipaddress import ip_address
 from pathlib import Path
 from threading import Thread
 
-from dbctl.errors import PlanError
+from dbctl.errors import PlanError, reason
 from dbctl.experiment.specs import HostSpec, SshCluster
 from dbctl.launch.base import Launcher
 from dbctl.launch.local import LocalLauncher
 from dbctl.launch.ssh import SshLauncher
+from dbctl.launch.ssh_name import name_of
 from dbctl.launch.ssh_words import NOWHERE, Standing, errand, ssh_command
 from dbctl.plan import Plan
-from dbctl.process import one_line
 from dbctl.run.findings import Needs
 from dbctl.run.preflight import Preflight, asked_of
 from dbctl.run.wiring import Wiring, wired
@@ -103,17 +104,29 @@ def _no_answer(host: HostSpec) -> OSError:
 
 
 def _address(host: HostSpec, look_up: Callable[[str], list[str]]) -> str | OSError:
-    where = host.reached_at
+    known = _numeric(host.reached_at)
+    if known is not None:
+        return known
+    name = host.reached_at if host.address is not None else name_of(host)
+    known = _numeric(name)
+    if known is not None:
+        return known
+    try:
+        found = look_up(name)
+    except OSError as error:
+        return OSError(f"no address of {name} is known here ({reason(error)})")
+    except UnicodeError:  # of a label that is empty or too long
+        return OSError(f"no address of {name} is known here (it can be no name)")
+    # A machine's own name is mostly a loopback address too.
+    return next((a for a in found if not ip_address(a).is_loopback), found[0])
+
+
+def _numeric(where: str) -> str | None:
+    """The address, if it is one, as all write it."""
     try:
         return str(ip_address(where))
     except ValueError:
-        pass
-    try:
-        known = look_up(where)
-    except (OSError, UnicodeError) as error:  # of a label that is empty or too long
-        return OSError(f"no address of {where} is known here: {one_line(error)}")
-    # A machine's own name is mostly a loopback address too.
-    return next((a for a in known if not ip_address(a).is_loopback), known[0])
+        return None
 
 
 def _look_up(name: str) -> list[str]:
