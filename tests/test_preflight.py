@@ -172,6 +172,20 @@ def test_one_table_tells_of_all() -> None:
     assert table([]) == []
 
 
+def test_what_many_hosts_have_is_one_row() -> None:
+    rows = [Finding(host=name, about="address", what="odd", cure="mend") for name in "abc"]
+    rows.insert(1, Finding(host="b", about="data", what="odd", cure="mend"))
+    assert table(rows) == [
+        "  a  address  odd",
+        "              also: b, c",
+        "              do: mend",
+        "  b  data     odd",
+        "              do: mend",
+    ]
+    words = [Finding(host=name, about="ssh", what="odd", said=f"I am {name}") for name in "ab"]
+    assert len(table(words)) == 4, "what they say themselves is not lost"
+
+
 class Two:
     """A launcher of two hosts, whose answers are given."""
 
@@ -306,6 +320,31 @@ def test_a_hosts_file_is_told_from_an_experiment(tmp_path: Path) -> None:
     hosts.write_text("version: 1\nhosts: [{nome: a}]\n")
     with pytest.raises(ExperimentError, match="did you mean `name`"):
         doctor.doctor(str(hosts))
+
+
+def test_addresses_come_last_and_not_of_hosts_that_ssh_did_not_get_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A table of many bad hosts begins with what is to be mended first."""
+    asked = [(f"agent-{i}", HostSpec(name=name)) for i, name in enumerate("abcd")]
+    outcomes = [
+        LaunchError("agent-0", "ended", host="a", about="port"),
+        LaunchError("agent-1", "ended", host="b", about="python"),
+        handle("agent-2", replace(GOOD, workdir_fault="Read-only file system")),
+        handle("agent-3"),
+    ]
+    monkeypatch.setattr(doctor, "SshLauncher", lambda **more: Two(*outcomes))
+    looked_up: tuple[dict[str, str], dict[str, str]] = ({"d": "::2"}, dict.fromkeys("abc", "odd"))
+    monkeypatch.setattr(doctor, "find_addresses", lambda hosts: looked_up)
+    monkeypatch.setattr("dbctl.run.preflight.packages", lambda: {"numpy": "2.1.0"})
+    report = doctor.examine(asked, {})
+    assert [(one.host, one.about) for one in report.findings] == [
+        ("a", "port"),
+        ("b", "python"),
+        ("c", "workdir"),
+        ("b", "address"),
+        ("c", "address"),
+    ]
 
 
 def test_a_report_of_hosts() -> None:

@@ -133,6 +133,8 @@ def test_loopback_is_no_address_for_others_unless_all_are_this_machine() -> None
         "host c: others would connect to 127.0.1.1, and reach themselves: "
         "give each its `address`, where the other hosts reach it"
     )
+    with pytest.raises(PlanError, match=r"^hosts c, k: others would connect to 127\.0\.1\.1, and"):
+        found(A, C, HostSpec(name="k", ssh="c"))
 
 
 @pytest.mark.parametrize("name", ["a..b", "a" * 64 + ".org"])

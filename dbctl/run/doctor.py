@@ -24,6 +24,7 @@ from dbctl.experiment.tree import Place, parse_tree, read_text
 from dbctl.launch.base import Answer, make_runtime
 from dbctl.launch.bootstrap import bring
 from dbctl.launch.ssh import SshLauncher
+from dbctl.launch.ssh_words import NOT_REACHED
 from dbctl.plan import LOCALHOST
 from dbctl.process import escape_line
 from dbctl.run.findings import Finding, Here, Needs, of_answer, of_error, table
@@ -126,12 +127,9 @@ def examine(asked: Members, needs: Mapping[str, Needs]) -> Report:
         launcher.stop(1.0)
         for directory in (runtime, logs):
             shutil.rmtree(directory, ignore_errors=True)
-    findings = [
-        Finding(host=name, about="address", what=fault, cure=GIVE_ADDRESS)
-        for name, fault in faults.items()
-    ]
     # Its log is not kept: its last words are in the table.
-    findings += [replace(one, log="") for one in judge(outcomes, asked, needs, here=here)]
+    findings = [replace(one, log="") for one in judge(outcomes, asked, needs, here=here)]
+    findings += _of_addresses(faults, findings)
     names = {agent: host.name for agent, host in asked}
     answers: dict[str, Answer | None] = {}
     for host, outcome in zip(hosts, outcomes, strict=True):
@@ -141,6 +139,16 @@ def examine(asked: Members, needs: Mapping[str, Needs]) -> Report:
             answer = replace(answer, reached=ways)
         answers[host.name] = answer
     return Report(answers=answers, findings=findings)
+
+
+def _of_addresses(faults: Mapping[str, str], findings: Sequence[Finding]) -> list[Finding]:
+    """After `findings`, as the next thing to mend; not of hosts that ssh did not get to."""
+    away = {one.host for one in findings if one.about in NOT_REACHED}
+    return [
+        Finding(host=name, about="address", what=fault, cure=GIVE_ADDRESS)
+        for name, fault in faults.items()
+        if name not in away
+    ]
 
 
 # ---------------------------------------------------------------------------------- for people

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dbctl.errors import LaunchError
 from dbctl.examine import Facts, FileFacts
@@ -188,21 +188,38 @@ def clock_offset(answer: Answer) -> float:
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
-    """Lines: host, what it is about, what is wrong; below it the cure, and its own last words."""
+    """Lines: host, what it is about, what is wrong; below it the cure, and its own last words.
+
+    What is wrong with several hosts alike is one row, with the names of the others below it.
+    """
     if not findings:
         return []
     hosts = max(len(one.host) for one in findings)
     abouts = max(len(one.about) for one in findings)
     lines = []
     margin = " " * (hosts + abouts + 6)
-    for one in findings:
+    for one, others in _alike(findings):
         lines.append(f"  {one.host:<{hosts}}  {one.about:<{abouts}}  {escape(one.what)}")
+        if others:
+            lines.append(f"{margin}also: {', '.join(others)}")
         if one.cure:
             lines.append(f"{margin}do: {escape(one.cure)}")
         lines += [f"{margin}| {line}" for line in one.said.splitlines()[-SAID_LINES:]]
         if one.said and one.log:
             lines.append(f"{margin}its log: {escape(one.log)}")
     return lines
+
+
+def _alike(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
+    """Each with the other hosts that it is true of word for word, in the order of the first."""
+    groups: dict[Finding, tuple[Finding, list[str]]] = {}
+    for one in findings:
+        key = one if one.said else replace(one, host="")
+        if key in groups:
+            groups[key][1].append(one.host)
+        else:
+            groups[key] = (one, [])
+    return list(groups.values())
 
 
 def refusal(findings: Iterable[Finding], n_hosts: int) -> LaunchError | None:

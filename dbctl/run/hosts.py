@@ -61,8 +61,14 @@ def addresses(
     """The IP address of each host by its name; PlanError tells of all that have none."""
     found, faults = find_addresses(hosts, look_up)
     if faults:
-        told = "; ".join(f"host {name}: {fault}" for name, fault in faults.items())
-        raise PlanError(f"{told}: {GIVE_ADDRESS}")
+        alike: dict[str, list[str]] = {}
+        for name, fault in faults.items():
+            alike.setdefault(fault, []).append(name)
+        told = [
+            f"host{'s' if len(names) > 1 else ''} {', '.join(names)}: {fault}"
+            for fault, names in alike.items()
+        ]
+        raise PlanError(f"{'; '.join(told)}: {GIVE_ADDRESS}")
     return found
 
 
