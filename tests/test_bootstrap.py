@@ -12,17 +12,20 @@ import hashlib
 import io
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import dbctl
+from dbctl.cli.main import main
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch import bootstrap as words
@@ -326,7 +329,48 @@ def test_waiting_has_an_end_and_is_told(fake: Fake, monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - begin < 3.0
     faults = [one.what for one in found if isinstance(one, LaunchError)]
     assert faults == ["did not say BOOTSTRAP in time"] * 2
-    assert told == ["bringing dbctl to a, b: the first time that takes a minute"]
+    assert told[2] == "still bringing dbctl to a, b: the first time that takes a minute"
+    assert [re.sub(r"[0-9]+\.[0-9] s", "N s", one) for one in (*told[:2], *told[3:])] == [
+        f"a: bringing dbctl {dbctl.__version__}",
+        f"b: bringing dbctl {dbctl.__version__}",
+        "a: dbctl was not brought (N s)",
+        "b: dbctl was not brought (N s)",
+    ]
+
+
+def test_each_host_is_told_of_when_it_is_done(fake: Fake) -> None:
+    """And what was done there; not only when the slowest is."""
+    answers = {
+        "a": '{"python": "/v/p\\u001b", "made": true}',
+        "b": '{"python": "/w/p", "made": false}',
+    }
+    for name, answer in answers.items():
+        (fake.directory / name).write_text(f"BOOTSTRAP {answer}\n")
+    fake.says("for last; do host=$before; before=$last; done; [ $host = b ] || sleep 1; cat $host")
+    told: list[tuple[float, str]] = []
+    begin = time.monotonic()
+    bring(HOSTS, tell=lambda text: told.append((time.monotonic() - begin, text)))
+    (_, first), (_, second), (early_s, early), (late_s, late) = told
+    assert (first[:2], second[:2]) == ("a:", "b:")
+    version = dbctl.__version__
+    assert re.fullmatch(rf"b: dbctl {version} was there already: /w/p \([01]\.\d s\)", early)
+    assert re.fullmatch(rf"a: dbctl {version} is installed, for /v/p\\x1b \([1-9]\.\d s\)", late)
+    assert late_s - early_s > 0.3
+
+
+def test_the_doctor_passes_on_what_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def brings(hosts: object, *, tell: Callable[[str], object], **more: object) -> list[object]:
+        tell("a: bringing dbctl")
+        return [LaunchError("bootstrap", "odd", host="a")]
+
+    monkeypatch.setattr("dbctl.run.doctor.bring", brings)
+    (tmp_path / "hosts.yaml").write_text("version: 1\nhosts: [{name: a}]\n")
+    assert main(["doctor", str(tmp_path / "hosts.yaml"), "--bootstrap", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err == "a: bringing dbctl\n"
+    assert json.loads(out)["findings"][0]["what"] == "odd"
 
 
 def test_a_signal_ends_it(fake: Fake) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import click
 
@@ -18,7 +19,7 @@ def doctor(*, file: str | None, bootstrap: bool, as_json: bool) -> int:
     """
     from dbctl.run import doctor as run
 
-    report = run.doctor(file, bootstrap=bootstrap)
+    report = run.doctor(file, bootstrap=bootstrap, tell=partial(click.echo, err=True))
     if as_json:
         click.echo(json.dumps(run.as_object(report), allow_nan=False))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,10 @@ def evaluate(
     display = make_display(json=False, stderr_is_tty=sys.stderr.isatty(), quiet=True)
     where = Path(predictions) if predictions is not None else None
     hosts = cluster_of(cluster, bootstrap=bootstrap)
-    request = run.Request(predictions=where, cluster=hosts, bootstrap=bootstrap, **options)
+    tell = partial(click.echo, err=True)
+    request = run.Request(
+        predictions=where, cluster=hosts, bootstrap=bootstrap, tell=tell, **options
+    )
     status, found = run.evaluate(run_dir, request, warn=display.warn)
     if found is not None:
         for line in [json_line(found)] if as_json else lines(found):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import dbctl
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import SaidLine
@@ -40,27 +41,57 @@ def bring(
 ) -> list[HostSpec | LaunchError]:
     """Each host with the `python` that has dbctl, or why there is none; in the given order.
 
-    `interrupted`, asked meanwhile, gives up when it says so; `tell` is told where it takes long.
+    `interrupted`, asked meanwhile, gives up when it says so; `tell` is told of each host when it
+    begins and when it ends, and where it takes long.
     """
     wheel = make_wheel()
     with tempfile.TemporaryDirectory(prefix="dbctl-bootstrap-") as directory:
         talks = [_talk(host, wheel, Path(directory)) for host in hosts]
-        tell_at = [time.monotonic() + LONG_S]
+        course = _Course(talks, tell)
 
         def gives_up() -> bool:
-            if tell_at and time.monotonic() >= tell_at[0]:
-                tell_at.clear()
-                names = ", ".join(talk.host.name for talk in talks if talk.waits)
-                tell(f"bringing dbctl to {names}: the first time that takes a minute")
+            course.look()
             return interrupted()
 
         try:
             for talk in talks:
+                tell(f"{talk.host.name}: bringing dbctl {dbctl.__version__}")
                 talk.start()
             hear(talks, time.monotonic() + LIMIT_S, interrupted=gives_up)
+            course.look()
         finally:
             end_all(talks, END_LIMIT_S if not any(talk.waits for talk in talks) else 0.0)
         return [_outcome(talk) for talk in talks]
+
+
+class _Course:
+    """Tells of hosts whose turn has come to its end since it looked last, in seconds from now."""
+
+    def __init__(self, talks: Sequence[Talk], tell: Callable[[str], object]) -> None:
+        self._tell = tell
+        self._going = list(talks)
+        self._begin = time.monotonic()
+        self._is_long = False
+
+    def look(self) -> None:
+        took_s = time.monotonic() - self._begin
+        ended = [talk for talk in self._going if not talk.waits]
+        self._going = [talk for talk in self._going if talk.waits]
+        for talk in ended:
+            self._tell(f"{talk.host.name}: {_end(talk)} ({took_s:.1f} s)")
+        if self._going and not self._is_long and took_s >= LONG_S:
+            self._is_long = True
+            names = ", ".join(talk.host.name for talk in self._going)
+            self._tell(f"still bringing dbctl to {names}: the first time that takes a minute")
+
+
+def _end(talk: Talk) -> str:
+    """What was done."""
+    answer = talk.heard or {}
+    if not isinstance(answer.get("python"), str):
+        return "dbctl was not brought"
+    did = "was there already:" if answer.get("made") is False else "is installed, for"
+    return f"dbctl {dbctl.__version__} {did} {escape_line(answer['python'])}"
 
 
 def _talk(host: HostSpec, wheel: Wheel, directory: Path) -> Talk:

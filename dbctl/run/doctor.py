@@ -11,7 +11,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import dbctl
@@ -22,7 +22,7 @@ from dbctl.experiment.specs import HostSpec
 from dbctl.experiment.tree import Mapping as TreeMapping
 from dbctl.experiment.tree import Place, parse_tree, read_text
 from dbctl.launch.base import Answer, make_runtime
-from dbctl.launch.bootstrap import bring
+from dbctl.launch.bootstrap import bring, nobody
 from dbctl.launch.ssh import SshLauncher
 from dbctl.launch.ssh_words import NOT_REACHED
 from dbctl.plan import LOCALHOST
@@ -53,9 +53,12 @@ class Report:
         return not any(finding.fatal for finding in self.findings)
 
 
-def doctor(path: str | None, *, bootstrap: bool = False) -> Report:
+def doctor(
+    path: str | None, *, bootstrap: bool = False, tell: Callable[[str], object] = nobody
+) -> Report:
     """Examines the hosts of a file, or this machine. `bootstrap`: brings dbctl to them first.
 
+    `tell` is told what takes its time.
     DbctlError: the file is bad, or the experiment's data or plan is.
     """
     if path is None:
@@ -73,7 +76,7 @@ def doctor(path: str | None, *, bootstrap: bool = False) -> Report:
         hosts = [host for _, host in members(plan)]
         agents = [agent for agent, _ in members(plan)]
         needs = needs_of(plan, train, test, encrypted=wired(plan, {}).encrypted)
-    outcomes = bring(hosts) if bootstrap else hosts
+    outcomes = bring(hosts, tell=tell) if bootstrap else hosts
     asked = [
         (agent, one)
         for agent, one in zip(agents, outcomes, strict=True)

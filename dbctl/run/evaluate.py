@@ -25,6 +25,7 @@ from dbctl.errors import DbctlError, LaunchError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import Experiment, StopSpec
 from dbctl.launch.base import make_runtime
+from dbctl.launch.bootstrap import nobody
 from dbctl.plan import Plan, make_evaluation_plan
 from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
@@ -62,7 +63,7 @@ MAX_TRIES = 5
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """`step`: which checkpoint (None: the newest good one); `predictions`: a CSV file to write;
-    `bootstrap`: dbctl is brought to the hosts first.
+    `bootstrap`: dbctl is brought to the hosts first, and `tell` is told of it.
     `cluster`: where it is measured, instead of where the run was.
     """
 
@@ -71,6 +72,7 @@ class Request:
     workers: int = 1
     predictions: Path | None = None
     bootstrap: bool = False
+    tell: Callable[[str], object] = nobody
     cluster: Cluster | None = None
 
 
@@ -258,7 +260,7 @@ class _Task:
     def _session(self, records: _Records, *, logs: str, lease_s: float) -> Outcome:
         request, signals = self._request, self._signals
         if request.bootstrap:
-            prepared = bootstrapped(self._plan, signals)
+            prepared = bootstrapped(self._plan, signals, tell=request.tell)
             if prepared is None:
                 return Outcome(status=signals.status)
             self._plan = prepared
