@@ -79,7 +79,6 @@ class Run:
     def end(self) -> None:
         """As if its controller were gone; SIGKILL follows where that is not enough."""
         if self.kill_at == inf:
-            tell(self.connection, said=STOPPED)
             with contextlib.suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RD)
             self.kill_at = _now() + STOP_LIMIT_S
@@ -315,6 +314,8 @@ class Keeper:
             log("keeper", f"run {run.told['run']}: agent {run.agent} ended, status {status}")
             if status and run.runtime.startswith("/tmp/dbctl-"):
                 clear_runtime(run.runtime)  # a killed one could not
+            if run.kill_at != inf:
+                tell(run.connection, said=STOPPED)  # the last word: an agent may have many
             tell(run.connection, ended=status)
             run.connection.close()
 

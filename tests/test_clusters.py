@@ -28,6 +28,8 @@ from dbctl.experiment.read import load
 from dbctl.experiment.specs import HostSpec, SshCluster
 from dbctl.keeper_start import STOPPED
 from dbctl.launch import standing
+from dbctl.launch.base import ReadyLine
+from dbctl.launch.ssh_talk import Talk
 from dbctl.launch.ssh_words import (
     NOTHING,
     NOWHERE,
@@ -162,10 +164,22 @@ def test_a_run_finds_the_keeper_of_each_host() -> None:
     assert NOWHERE.keeper(a_host()) == ""
 
 
-def test_an_ended_cluster_is_told_whatever_came_after() -> None:
+def test_an_ended_cluster_is_told_whatever_came_beside_it(tmp_path: Path) -> None:
     """The controller's link tries the forwarded socket again once the agent is gone."""
     said = f"12:00:00 keeper {STOPPED}\nchannel 2: open failed: connect failed: open failed"
     assert diagnose(a_host(), 0, said).fault == "its cluster was stopped"
+    talk = Talk(
+        "agent-0",
+        a_host(),
+        ["true"],
+        text="",
+        make_said=ReadyLine,
+        log_path=tmp_path / "agent-0.log",
+    )
+    talk.log_path.write_text("10:00:00.000 agent-0 ends\n" * 40 + said)
+    error = talk.failed("ended early", 0)
+    assert str(error) == "agent-0 on a ended: its cluster was stopped"
+    assert error.about == "cluster"
     gone = f"caller {NO_KEEPER}: FileNotFoundError\nchannel 2: open failed: connect failed"
     assert diagnose(a_host(), 69, gone).fault == "its standing agent is gone"
 

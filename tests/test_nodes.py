@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dbctl.errors import LaunchError
+from dbctl.process import EXIT_FAILED, EXIT_ORPHANED
 from dbctl.run.nodes import (
     REPEAT_S,
     START_LIMIT_S,
@@ -15,6 +16,7 @@ from dbctl.run.nodes import (
     describe_end,
     died,
     tail_beside,
+    why_orphaned,
 )
 from dbctl.wire import Beat, Exited, Finish, Kill, Peers, Ready, Start
 
@@ -158,6 +160,24 @@ def test_who_does_not_beat_for_a_lease_is_ended_and_told_as_silent() -> None:
     assert word is not None
     assert word.word == "nothing was heard of it for 10 s"
     assert nodes.unanswered(late + LEASE_S + 0.1) is None
+
+
+def test_a_node_that_ends_because_its_agent_does_is_no_death() -> None:
+    """What is told is the agent's end, which is known a moment later."""
+    answers: list[LaunchError | None] = [None, None, LaunchError(AGENT, "its cluster was stopped")]
+    nodes = joined(pair())
+    a, b, _ = nodes.nodes.values()
+    error = why_orphaned(a, exited("worker-0.0", EXIT_ORPHANED), lambda: answers.pop(0))
+    assert str(error) == f"{AGENT} its cluster was stopped"
+    assert answers == []
+
+    def never() -> LaunchError:
+        raise AssertionError("asked")
+
+    assert why_orphaned(a, exited("worker-0.0", EXIT_FAILED), never) is None
+    nodes.receive(1.0, "worker-0.0", exited("worker-0.0", EXIT_FAILED))
+    assert b.killed_at == 1.0, "with its partner"
+    assert why_orphaned(b, exited("worker-0.1", EXIT_ORPHANED), never) is None
 
 
 def test_nobody_is_silent_while_nobody_reads() -> None:

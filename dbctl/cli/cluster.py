@@ -39,10 +39,7 @@ def launch_cluster(*, hosts: str, name: str | None, bootstrap: bool, as_json: bo
     """
     from dbctl.run import clusters, show
 
-    def tell(text: str) -> None:
-        click.echo(escape_line(text), err=True)
-
-    cluster = clusters.launch(hosts, name, bootstrap=bootstrap, tell=tell)
+    cluster = clusters.launch(hosts, name, bootstrap=bootstrap, tell=_tell)
     if as_json:
         click.echo(json.dumps(show.launched_object(cluster)))
         return
@@ -52,24 +49,39 @@ def launch_cluster(*, hosts: str, name: str | None, bootstrap: bool, as_json: bo
 
 @click.command("stop-cluster")
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Forget it, also where hosts cannot be reached.")
+@click.option(
+    "--force", is_flag=True, help="Do not wait for runs; forget hosts that cannot be reached."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def stop_cluster(*, name: str, force: bool, as_json: bool) -> int:
-    """End the agents of a cluster, and the runs that are on it."""
-    from dbctl.run import clusters, show
+    """End the agents of a cluster, and the runs that are on it.
+
+    Runs of yours on this machine are asked first, and have 30 seconds for a final checkpoint (exit
+    75); with --force no run is waited for.
+    """
+    from dbctl.run import clusters, show, stopping
 
     cluster = clusters.read(name)
-    found = clusters.stop(cluster, force=force)
+    try:
+        found, runs = stopping.stop_all(cluster, force=force, tell=_tell)
+    except KeyboardInterrupt:
+        _tell(f"dbctl: error: interrupted; `dbctl stop-cluster {name}` ends what is left of it")
+        return 130
     if as_json:
-        click.echo(json.dumps(show.cluster_object(cluster, found)))
+        told = {**show.cluster_object(cluster, found), "runs": stopping.objects(runs)}
+        click.echo(json.dumps(told))
     else:
-        for line in show.cluster_lines(cluster, found):
+        for line in (*show.cluster_lines(cluster, found), *(run.line() for run in runs)):
             click.echo(line)
-    left = [one.host.name for one in found if one.state not in ("stopped", "gone")]
+    left = [one.host.name for one in found if one.state not in stopping.OVER]
     if left and not force:
         what = f"{', '.join(left)}: its agent may live; run this again when it can be reached, or"
-        click.echo(escape_line(f"dbctl: error: {what} give --force to forget it"), err=True)
+        _tell(f"dbctl: error: {what} give --force to forget it")
     elif left:
         what = f"an agent that lives on {', '.join(left)} ends after 12 hours without a run"
-        click.echo(escape_line(f"warning: {what}"), err=True)
+        _tell(f"warning: {what}")
     return 1 if left and not force else 0
+
+
+def _tell(text: str) -> None:
+    click.echo(escape_line(text), err=True)

@@ -26,7 +26,13 @@ from typing import IO, Any
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import NotReady, SaidLine, ending
-from dbctl.launch.ssh_words import SSH_FAILED, again_after_s, closed_early, diagnose
+from dbctl.launch.ssh_words import (
+    CLUSTER_STOPPED,
+    SSH_FAILED,
+    again_after_s,
+    closed_early,
+    diagnose,
+)
 from dbctl.process import one_line, signals_held, tail
 
 LOOK_S = 0.25
@@ -155,6 +161,10 @@ class Talk:
             whose = "ssh " if status == SSH_FAILED else ""
             parts[0] += f" ({whose}{ending(status)})"
         found = diagnose(self.host, status, f"{what}\n{said}")
+        if found.fault == CLUSTER_STOPPED:
+            # Somebody wanted that: how the agent and ssh took it is of no interest.
+            text = f"ended: {found.fault}"
+            return LaunchError(self.name, text, about=found.about, host=self.host.name)
         if found.fault:
             parts.append(found.fault)
         return LaunchError(

@@ -24,6 +24,7 @@ from dbctl.keeper_start import STOPPED
 
 SSH_FAILED = 255
 NO_PROGRAM = (126, 127)
+CLUSTER_STOPPED = "its cluster was stopped"
 # What a host is told to be at fault at that ssh did not get as far as.
 NOT_REACHED = ("name", "network", "port", "host key", "ssh")
 RETRY_FIRST_S = 0.25
@@ -216,7 +217,7 @@ def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
     python = host.python
     bring = how_to_bring(host, checkout())
     if STOPPED in said:
-        return Diagnosis("cluster", "its cluster was stopped", "launch it again and resume the run")
+        return Diagnosis("cluster", CLUSTER_STOPPED, "")
     if NO_KEEPER in said:
         do = "stop that cluster (`dbctl stop-cluster`) and launch it again"
         return Diagnosis("cluster", "its standing agent is gone", do)

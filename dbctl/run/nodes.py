@@ -23,7 +23,7 @@ from dbctl.wire import Beat, Exited, Finish, Kill, Message, Peers, Ready, Start
 
 REPEAT_S = 1.0
 START_LIMIT_S = 60.0
-ORPHANED_S = 2.0  # an agent has ended that long after its nodes
+ORPHANED_S = 4.0  # an agent has ended that long after the first of its nodes
 Sends = list[tuple[str, Message]]
 
 
@@ -231,10 +231,16 @@ def tail_beside(exited: Exited) -> str:
     return "" if told else exited.log_tail
 
 
-def why_orphaned(exited: Exited, failure: Callable[[], LaunchError | None]) -> LaunchError | None:
-    """Of a node that ended because its agent did: why that was, if it is known in a moment."""
+def why_orphaned(
+    node: Node, exited: Exited, failure: Callable[[], LaunchError | None]
+) -> LaunchError | None:
+    """Of a node that ended because its agent does: why that is, if it is known in a moment.
+
+    None of one whose end was ordered: its partner's death, or its silence, is the reason.
+    """
+    orphan = exited.status == EXIT_ORPHANED and node.killed_at is None
     deadline = time.monotonic() + ORPHANED_S
-    while exited.status == EXIT_ORPHANED and time.monotonic() < deadline:
+    while orphan and time.monotonic() < deadline:
         if (error := failure()) is not None:
             return error
         time.sleep(0.02)

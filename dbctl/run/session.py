@@ -43,6 +43,7 @@ FINAL_LIMIT_S = 28.0  # from the first signal to the end of the final checkpoint
 HELD_UP_S = 1.0  # a round of the loop that took longer
 GOODBYE_S = 3.0  # how long nodes may take to end by themselves
 LAST_LOGS_S = 3.0  # how long agents of other hosts may take for the rest of their logs
+WITHOUT = "{} ended: the run cannot go on without it"
 SHORT_GOODBYE_S = 0.5  # after a second signal (G11: 2 s)
 
 _now = time.monotonic
@@ -262,6 +263,7 @@ class Session:
                 if known is None or not known.alive:
                     return
                 self._send_all(self._nodes.receive(now, node, message))
+                self._heed_orphan(known, message)
                 message = known.exited or message
                 if self._outcome is not None or not self._nodes.ready:
                     return
@@ -283,14 +285,17 @@ class Session:
             assert self._link is not None
             self._link.send(peer.node, part)
 
+    def _heed_orphan(self, node: Node, exited: Exited) -> None:
+        """A node that ended because its agent does is no death: the run ends by the agent's."""
+        if (error := why_orphaned(node, exited, self._launcher.failure)) is not None:
+            self._fail(WITHOUT.format(error.node), error)
+
     def _blame(self, exited: Exited) -> None:
         """The run ends because of this death: its outcome says so with the log's tail."""
         assert self._outcome is not None
         if self._outcome.status != "done" and self._outcome.reason:
             host = self._nodes.nodes[exited.node].host
-            path = self._log_path(exited.node)
-            error = why_orphaned(exited, self._launcher.failure)
-            error = error or died(exited.node, exited, host=host, log_path=path)
+            error = died(exited.node, exited, host=host, log_path=self._log_path(exited.node))
             self._outcome = replace(self._outcome, error=error)
 
     def _take_saved(self, now: float) -> None:
@@ -324,7 +329,7 @@ class Session:
         if error is not None and self._slept_s > self._lease_s - 2 * beat_s(self._lease_s):
             self._fail(self._asleep(self._slept_s))
         if error is not None:
-            self._fail(f"{error.node} ended: the run cannot go on without it", error)
+            self._fail(WITHOUT.format(error.node), error)
 
     # -------------------------------------------------------------------------------- effects
 

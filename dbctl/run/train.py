@@ -23,12 +23,11 @@ from dbctl.data.sources import digest
 from dbctl.errors import DbctlError, ExperimentError, LaunchError, UsageError
 from dbctl.experiment.read import load, locate
 from dbctl.experiment.resolve import to_yaml
-from dbctl.experiment.specs import Experiment
+from dbctl.experiment.specs import Experiment, SshCluster
 from dbctl.experiment.tree import problem
 from dbctl.launch.base import Launcher, make_runtime
 from dbctl.launch.ssh_words import NOWHERE, Standing
 from dbctl.plan import Plan
-from dbctl.process import one_line
 from dbctl.progress.display import Display
 from dbctl.progress.text import Summary
 from dbctl.roles.base import Save
@@ -349,14 +348,24 @@ class Life:
         if outcome.status == "max_iterations":
             notes.append(f"by stop.{outcome.reason}")
         if EXIT_CODES[outcome.status] == 1:
-            notes.append(one_line(outcome.error) if outcome.error else outcome.reason)
+            notes.append(str(outcome.error or outcome.reason).partition("\n")[0])
         if diverged := records.watch_divergence():
             notes.append(diverged)
         if records.save_error:
             notes.append(f"the last checkpoint failed: {records.save_error}")
         if outcome.status in ("stopped", "interrupted", "failed"):
             notes.append(self._how_to_go_on(records))
+        if isinstance(outcome.error, LaunchError) and (left := self._left_on(outcome.error)):
+            notes.append(f"logs that could not be sent stay there: {left}")
         return notes
+
+    def _left_on(self, error: LaunchError) -> str:
+        """Where logs of hosts lie whose agents ended early; "" where there are none."""
+        cluster = self.experiment.cluster
+        if not isinstance(cluster, SshCluster) or not error.node.startswith("agent-"):
+            return ""
+        hosts = [h for h in cluster.members if error.about == "cluster" or h.name == error.host]
+        return ", ".join(f"{host.name}:{host.workdir}/{self.run_id}" for host in hosts)
 
     def _how_to_go_on(self, records: RunRecords) -> str:
         if not self.run_dir.resolved.exists():

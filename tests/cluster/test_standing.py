@@ -309,14 +309,73 @@ def test_a_lost_connection_ends_the_run_and_a_lost_keeper_does_not(place: Place)
     shutil.rmtree(left)
 
 
-def test_stopping_a_cluster_ends_its_run_which_says_so(place: Place) -> None:
+def test_stopping_a_cluster_lets_its_run_save_first(place: Place) -> None:
+    place.launch(*place.hosts("a", "b", address="127.0.0.1")).ok()
+    with TrainRun(place.path, experiment(stop=ENDLESS), "--cluster", "three") as run:
+        run.until_train()
+        done = Done("stop-cluster", "three")
+        assert "1 run asked to save and end, at most 30 s: over-ssh" in done.err
+        assert run.finish(15.0) == 75
+        saved = bits(run.dir)[0]
+        _, a, b, what = done.ok().splitlines()
+        assert (a, b) == ("a  stopped", "b  stopped"), "it had ended before them"
+        assert what.endswith(
+            f": {run.dir})  stopped; `dbctl resume {run.dir}` goes on from step {saved:,}"
+        )
+        assert "checkpoint at step" in run.err
+        assert "error" not in run.err
+        assert "lost" not in run.out
+    assert list((place.path / "there").glob("*")) == [], "its logs were sent"
+    Done("resume", str(run.dir), "--set", f"stop.steps={saved + 10}").ok()
+    assert bits(run.dir)[0] == saved + 10
+
+
+def test_ctrl_c_while_a_run_saves_leaves_the_cluster_up(place: Place) -> None:
     place.launch(*place.hosts("a")).ok()
     with TrainRun(place.path, experiment(stop=ENDLESS), "--cluster", "three") as run:
         run.until_train()
-        told = Done("stop-cluster", "three").ok()
-        assert told.splitlines()[1:] == ["a  stopped: 1 run ended with it"]
+        run.signal(signal.SIGSTOP)  # less than its lease
+        words = [sys.executable, "-m", "dbctl", "stop-cluster", "three"]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env) as asking:
+            assert asking.stderr is not None
+            assert "asked to save" in asking.stderr.readline()
+            asking.send_signal(signal.SIGINT)
+            _, err = asking.communicate(timeout=5.0)
+        run.signal(signal.SIGCONT)
+        assert asking.returncode == 130
+        assert err == (
+            "dbctl: error: interrupted; `dbctl stop-cluster three` ends what is left of it\n"
+        )
+        assert run.finish() == 75
+    assert Done("status", "three", "--json").json()["hosts"][0]["state"] == "up"
+    assert Done("stop-cluster", "three").ok().splitlines()[1:] == ["a  stopped"]
+
+
+def test_stopping_a_cluster_by_force_ends_its_run_which_says_so_in_one_sentence(
+    place: Place,
+) -> None:
+    """As for a run of another machine, which cannot be asked."""
+    place.launch(*place.hosts("a")).ok()
+    network = digits(replicas=2, shards=2, stop=ENDLESS)
+    with TrainRun(place.path, network, "--cluster", "three") as run:
+        run.until_train()
+        told = Done("stop-cluster", "three", "--force").ok()
+        assert told.splitlines()[1] == "a  stopped: 1 run ended with it"
+        assert told.splitlines()[2].endswith(f": {run.dir})  ended with its agents")
         assert run.finish(15.0) == 1
-        assert "its cluster was stopped; launch it again and resume the run" in run.err
+        assert (
+            run.err.splitlines()[-1] == "dbctl: error: agent-0 on a ended: its cluster was stopped"
+        )
+        [last] = run.out.splitlines()
+        [left] = (place.path / "there").iterdir()
+        assert last.endswith(
+            " · agent-0 on a ended: its cluster was stopped · nothing was saved: train it anew"
+            f" · logs that could not be sent stay there: a:{left} · {run.dir}"
+        ), last
+        for noise in ("replica", "channel", "Started", "warning"):
+            assert noise not in last
+            assert noise not in run.err
         assert "the cluster is being stopped: this run ends with it" in run.log("agent-0")
     shutil.rmtree(place.path / "there")  # logs that could not be sent
 
@@ -472,10 +531,11 @@ def test_two_trainings_at_once_on_three_hosts(
             shutil.rmtree(path)
     with TrainRun(tmp_path, cut | {"stop": ENDLESS}, *on, name="stopped") as stopped:
         wait_for(lambda: stopped.metrics("worker"), "it to train")
-        told = Done("stop-cluster", "three").ok()
+        told = Done("stop-cluster", "three", "--force").ok()
         # Where the first one stops, the controller may end the run before the others are asked.
         rows = told.partition("\n")[2]
-        assert re.fullmatch(r"(. {2}stopped(: 1 run ended with it)?\n){3}", rows), told
+        form = r"(. {2}stopped(: 1 run ended with it)?\n){3}.* ended with its agents.*\n"
+        assert re.fullmatch(form, rows), told
         assert "1 run ended with it" in rows
         assert stopped.finish() == 1
         assert "its cluster was stopped" in stopped.err
