@@ -33,6 +33,24 @@ exit 1
 """
 
 
+NOTED = "agents"  # beside the wrapper's directory
+WRAPPER = """#!/bin/sh
+# Notes which directories agents are to make
+for word; do
+    case "$word" in *:/tmp/dbctl-*) echo "$word" >> {noted} ;; esac
+done
+exec {ssh} -F {config} "$@"
+"""
+
+
+def agents_left() -> list[str]:
+    """Directories of agents that the wrapper in PATH brought up: others may run on this machine."""
+    noted = Path(shutil.which("ssh") or "").parent.parent / NOTED
+    lines = noted.read_text().splitlines() if noted.exists() else []
+    made = {Path(line.rpartition(":")[2]).parent for line in lines}
+    return sorted(str(path) for path in made if path.exists())
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -69,7 +87,8 @@ class Sshd:
         self._known_hosts()
         (self.directory / "bin").mkdir()
         ssh = shutil.which("ssh")
-        self._script("bin/ssh", f'#!/bin/sh\nexec {ssh} -F {self._path("ssh_config")} "$@"\n')
+        config = self._path("ssh_config")
+        self._script("bin/ssh", WRAPPER.format(ssh=ssh, config=config, noted=self._path(NOTED)))
         with open(self._path("sshd.log"), "wb") as log:
             words = [SSHD, "-D", "-e", "-f", self._path("sshd_config")]
             self._process = subprocess.Popen(words, stderr=log, stdin=subprocess.DEVNULL)

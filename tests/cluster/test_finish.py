@@ -157,14 +157,15 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 
 def test_no_named_shared_memory_and_a_private_directory(tmp_path: Path) -> None:
     """Bulk data lie in memory without a name; sockets in a directory of mode 0700."""
-    before = set(os.listdir("/dev/shm"))
     with TrainRun(tmp_path, digits()) as run:
         run.until_train()
         shard = run.node("shard-0")
         links = [os.readlink(p) for p in Path(f"/proc/{shard}/fd").iterdir() if p.is_symlink()]
         assert any(link.startswith("/memfd:") for link in links), links
         assert not any("/dev/shm" in link for link in links)
-        assert set(os.listdir("/dev/shm")) <= before
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in run.processes().values()]
+        assert any("/memfd:" in text for text in maps)
+        assert not any("/dev/shm/" in text for text in maps)
         assert run.runtime is not None
         assert run.runtime.stat().st_mode & 0o777 == 0o700
         assert run.finish() == 0

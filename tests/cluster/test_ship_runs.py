@@ -20,7 +20,7 @@ import pytest
 from dbctl.data.sources import open_source
 from dbctl.experiment.specs import DigitsSource
 from tests.cluster.runs import TrainRun, synthetic, wait_for
-from tests.cluster.sshd import Sshd
+from tests.cluster.sshd import Sshd, agents_left
 from tests.cluster.test_ssh_runs import (
     EXPERIMENT,
     agents_nodes,
@@ -155,7 +155,7 @@ def test_a_run_that_was_broken_off_is_sent_only_the_rest(sshd: Sshd, tmp_path: P
         os.kill(ssh, signal.SIGKILL)
         assert run.finish() == 3
         assert "agent-0 on here ended early (killed by SIGKILL)" in run.err
-    wait_for(lambda: not list(Path("/tmp").glob("dbctl-????????????????-*")), "its agent's end")
+    wait_for(lambda: not agents_left(), "its agent's end")
     [begun] = kept(tmp_path, ".part").values()
     whole = LARGE * 784 + 128
     assert 2_000_000 < begun < whole
@@ -197,7 +197,7 @@ def test_neither_side_holds_what_is_sent(sshd: Sshd, tmp_path: Path) -> None:
     with TrainRun(tmp_path, experiment) as run:
         while run.process.poll() is None:
             most["controller"] = max(most["controller"], own_bytes(run.pid))
-            for pid in agents_nodes(run):
+            for pid in agents_nodes(sshd):
                 if "worker-0.0" in command_line(pid):
                     most["worker"] = max(most["worker"], own_bytes(pid))
             time.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from dbctl.launch.base import make_runtime
 from dbctl.launch.ssh import SshLauncher
 from dbctl.region import Range
 from tests.cluster.runs import TrainRun, wait_for
-from tests.cluster.sshd import ROOT, Sshd
+from tests.cluster.sshd import ROOT, Sshd, agents_left
 
 pytestmark = pytest.mark.cluster
 
@@ -94,8 +95,7 @@ def bits(run_dir: Path) -> tuple[int, bytes]:
 
 def leftovers(tmp_path: Path) -> list[str]:
     """What a run may have left on its host."""
-    found = [str(path) for path in Path("/tmp").glob("dbctl-????????????????-*")]
-    return found + [str(path) for path in (tmp_path / "there").glob("*")]
+    return agents_left() + [str(path) for path in (tmp_path / "there").glob("*")]
 
 
 # --------------------------------------------------------------------------------------- whole runs
@@ -184,18 +184,19 @@ def test_nothing_is_left_when_the_controller_is_killed(sshd: Sshd, tmp_path: Pat
     """G11: ssh goes with the controller's pipe, the agent with its standard input."""
     with TrainRun(tmp_path, on(host(sshd, tmp_path), stop={"seconds": 60})) as run:
         run.until_train()
-        nodes = agents_nodes(run)
+        nodes = agents_nodes(sshd)
         assert len(nodes) == 4
+        assert len(agents_left()) == 1, "it is known where it would be left"
         os.kill(run.pid, 9)
         wait_for(lambda: not any(alive(pid) for pid in nodes), "all nodes to end", 12.0)
-        wait_for(lambda: not list(Path("/tmp").glob("dbctl-????????????????-*")), "its directory")
+        wait_for(lambda: not agents_left(), "its directory")
         shutil.rmtree(run.runtime or "", ignore_errors=True)  # the killed one's own
 
 
 def test_a_lost_connection_ends_the_run_and_says_so(sshd: Sshd, tmp_path: Path) -> None:
     with TrainRun(tmp_path, on(host(sshd, tmp_path), stop={"seconds": 60})) as run:
         run.until_train()
-        nodes = agents_nodes(run)
+        nodes = agents_nodes(sshd)
         [ssh] = [pid for name, pid in run.processes().items() if is_ssh(pid)]
         os.kill(ssh, 9)
         assert run.finish() == 1
@@ -226,15 +227,15 @@ def test_ctrl_c_ends_the_waiting_for_a_host(tmp_path: Path) -> None:
         assert "Traceback" not in run.err
 
 
-def agents_nodes(run: TrainRun) -> list[int]:
-    """The processes that the run started over ssh: sshd gives them none of our environment."""
+def agents_nodes(sshd: Sshd) -> list[int]:
+    """What this very sshd started: it gives its processes none of our environment."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             words = command_line(int(entry.name))
             if words[3:5] in (["dbctl", "node"], ["dbctl", "agent"]) and "--stdin" not in words[6:]:
                 found.append(int(entry.name))
-    return [pid for pid in found if str(ROOT) in environment(pid)]
+    return [pid for pid in found if connected_to(pid) in sshd.ports.values()]
 
 
 def command_line(pid: int) -> list[str]:
@@ -244,12 +245,14 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
-def environment(pid: int) -> str:
+def connected_to(pid: int) -> int:
+    """The port of the sshd that started it; 0: none did."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes().decode()
     except OSError:
-        return ""
-    return text if "SSH_CONNECTION=" in text else ""
+        return 0
+    found = re.search(r"(?:^|\0)SSH_CONNECTION=[^\0]* ([0-9]+)(?:\0|$)", text)
+    return int(found[1]) if found else 0
 
 
 def alive(pid: int) -> bool:
