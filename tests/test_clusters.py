@@ -418,6 +418,21 @@ def test_nothing_is_brought_to_a_cluster_that_stands(
     assert "--bootstrap is for launch-cluster" in capsys.readouterr().err
 
 
+def test_hosts_of_another_cluster_are_told(place: Place) -> None:
+    """Nothing is wrong with that, but two who do not know of each other wonder."""
+    a_cluster("a", "b", "x")
+    (clusters.directory() / "bad.json").write_text("{")
+    told: list[str] = []
+    launch(place.hosts("a", "b", "c"), "more", tell=told.append)
+    assert told == ["warning: a, b are in cluster lab, too: the runs of both share what is there"]
+    told.clear()
+    with pytest.raises(UsageError, match="there is a cluster more already"):
+        launch(place.hosts("a"), "more", tell=told.append)
+    assert told == []
+    for name in ("lab", "bad"):
+        (clusters.directory() / f"{name}.json").unlink()
+
+
 def test_a_bad_file_starts_nothing(place: Place) -> None:
     place.file.write_text("version: 1\nhosts: [{name: -a}]\n")
     with pytest.raises(ExperimentError):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from dbctl.run.clusters import Cluster, NodeSaid, RunSaid, Said, Seen
 from dbctl.run.nodes import Node, Nodes
 from dbctl.run.records import RunRecords, node_fields
 from dbctl.run.show import (
+    Shown,
     aligned,
     cluster_lines,
     cluster_object,
@@ -332,6 +336,48 @@ def test_what_is_watched_is_shown_anew_until_it_is_over(
     assert found[0]["run_dir"] == str(run_dir.path)
 
 
+@pytest.mark.parametrize(("look_s", "pause_s"), [(0.1, 1.9), (1.4, 0.6), (7.0, 0.5)])
+def test_a_look_begins_two_seconds_after_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], look_s: float,
+    pause_s: float,
+) -> None:  # fmt: skip
+    """As the help says, unless a look takes longer."""
+    now, pauses = [100.0], []
+
+    def one_look(what: str | None) -> Shown:
+        now[0] += look_s
+        return Shown(object={}, lines=["seen"], is_over=len(pauses) == 2)
+
+    def sleep(seconds: float) -> None:
+        pauses.append(round(seconds, 6))
+        now[0] += seconds
+
+    monkeypatch.setattr("dbctl.run.show.look", one_look)
+    monkeypatch.setattr("dbctl.cli.status.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dbctl.cli.status.time.sleep", sleep)
+    assert main(["status", "--watch"]) == 0
+    assert pauses == [pause_s, pause_s]
+    assert capsys.readouterr().out == "seen\n" * 3
+
+
+def test_who_waits_is_told_what_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dbctl.cli.status.SILENCE_S", 0.05)
+    for wait_s, told in ((0.0, ""), (0.5, "hosts are being asked; one that does not answer")):
+
+        def one_look(what: str | None, wait_s: float = wait_s) -> Shown:
+            time.sleep(wait_s)
+            return Shown(object={}, lines=["seen"])
+
+        monkeypatch.setattr("dbctl.run.show.look", one_look)
+        assert main(["status"]) == 0
+        out, err = capsys.readouterr()
+        assert out == "seen\n"
+        assert err.startswith(told)
+        assert bool(err) == bool(told)
+
+
 # -------------------------------------------------------------------------------------------- logs
 
 
@@ -372,6 +418,46 @@ def test_one_log_has_no_prefix_and_is_escaped(run_dir: RunDir) -> None:
     assert list(logs(run_dir, "a", follow=False)) == ["\\x1b[2J    x"]
 
 
+@pytest.mark.parametrize("block", [1, 3, 8, 20, 1 << 16])
+def test_logs_are_read_in_blocks(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """Only a line that is longer than a block is cut."""
+    monkeypatch.setattr(show_logs, "BLOCK_BYTES", block)
+    texts = {"a": "10:00:00.000 1\n10:00:02.000 3\n", "b": "10:00:01.000 2\n10:00:03.000 4"}
+    write(run_dir, **texts)
+    found = list(logs(run_dir, None, follow=False))
+    if block >= 20:
+        assert [line[-1] for line in found] == ["1", "2", "3", "4"]
+    for name, text in texts.items():
+        mine = [line.partition(" | ")[2] for line in found if line.startswith(name)]
+        assert "".join(mine) == text.replace("\n", "")
+        longest = max(len(line) for line in mine)
+        assert longest <= block
+
+
+def test_a_long_log_is_not_in_memory(run_dir: RunDir) -> None:
+    for name in "ab":
+        write(run_dir, **{name: "10:00:00.000 the same line again and again\n" * 200_000})
+    tracemalloc.start()
+    try:
+        lines = logs(run_dir, None, follow=False)
+        assert len(list(islice(lines, 10_000))) == 10_000
+        assert tracemalloc.get_traced_memory()[1] < 1 << 21
+    finally:
+        tracemalloc.stop()
+    assert next(lines).startswith("a | ")
+
+
+def test_a_log_that_grows_while_it_is_read_has_an_end(run_dir: RunDir) -> None:
+    write(run_dir, a="1\n2\n")
+    seen = []
+    for line in logs(run_dir, "a", follow=False):
+        seen.append(line)
+        write(run_dir, a="more\n")
+    assert seen == ["1", "2"]
+
+
 def test_a_node_that_has_no_log_is_told(run_dir: RunDir) -> None:
     write(run_dir, a="x\n", b="x\n")
     with pytest.raises(UsageError, match="there is no log of c; there are a, b"):
@@ -399,15 +485,33 @@ def test_following_shows_what_comes_and_ends_with_the_run(
     assert found == ["a | 1", "a | 2 is long", "bb | 3", "a  | 4", "a  | the end"]
 
 
-def test_ctrl_c_ends_following_with_130(run_dir: RunDir) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
+)
+@pytest.mark.parametrize("command", ["logs -f", "status --watch"])
+def test_what_goes_on_until_ctrl_c_ends_by_it_without_a_word(
+    run_dir: RunDir, command: str, number: int, code: int
+) -> None:
     run_dir.write_status(STATUS)
     write(run_dir, a="1\n")
-    words = [sys.executable, "-m", "dbctl", "logs", str(run_dir.path), "-f"]
+    words = [sys.executable, "-m", "dbctl", *command.split(), str(run_dir.path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"a | 1\n"
-        time.sleep(0.3)
-        process.send_signal(2)
+        assert process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(number)
         _, err = process.communicate(timeout=10.0)
-    assert process.returncode == 130
-    assert b"Traceback" not in err
+    assert process.returncode == code
+    assert err == b""
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_ctrl_c_in_what_has_an_end_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(what: str | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dbctl.run.show.look", interrupted)
+    assert main(["status"]) == 130
+    assert capsys.readouterr().err.strip() == "dbctl: error: interrupted"

@@ -18,7 +18,7 @@ import getpass
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -225,6 +225,8 @@ def launch(
     hosts = load_hosts(path)
     if file.exists():
         _make_way(read(name))
+    for other, shared in _shared(name, hosts):
+        tell(f"warning: {shared} in cluster {other}, too: the runs of both share what is there")
     if bootstrap:
         hosts = bring_dbctl(hosts, tell=tell)
     try:
@@ -254,6 +256,15 @@ def launch(
             raise UsageError(f"{file}: cannot be written: {reason(error)}") from error
         raise
     return cluster
+
+
+def _shared(name: str, hosts: Sequence[HostSpec]) -> Iterator[tuple[str, str]]:
+    """Each other cluster that has hosts which are reached as some of `hosts` are, and which."""
+    for other in known():
+        with contextlib.suppress(RunError, UsageError):  # damaged, or stopped meanwhile
+            there = {one.host.destination for one in read(other).keepers} if other != name else ()
+            if found := [host.name for host in hosts if host.destination in there]:
+                yield other, f"{', '.join(found)} {'is' if len(found) == 1 else 'are'}"
 
 
 def _check_that_they_stay(cluster: Cluster) -> None:

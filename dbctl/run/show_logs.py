@@ -5,11 +5,13 @@ cursor of the terminal that shows it.
 
 Theory of operation. Lines begin with the time of day (dbctl/process.py), by which several logs are
 merged; a line without it belongs to the one before. Where the time goes back by more than half a
-day, a midnight was between. What comes while it follows is shown in the order that it is seen.
+day, a midnight was between. No log is read whole: of each one block is in memory. What comes while
+it follows is shown in the order that it is seen.
 """
 
 from __future__ import annotations
 
+import heapq
 import re
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from dbctl.run.show import of_run
 from dbctl.rundir import RunDir
 
 LOOK_S = 0.2
+BLOCK_BYTES = 1 << 16  # of each log, in memory
 STAMP = re.compile(rb"(\d\d):(\d\d):(\d\d)\.(\d{3}) ")
 DAY_S = 86_400.0
 
@@ -36,23 +39,47 @@ class Log:
     at_s: float = 0.0
 
     def read(self, *, whole: bool) -> Iterator[tuple[float, str, str]]:
-        """(time, node, line) of what is new. `whole`: a last line without its end, too."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.start)
-                data = file.read()
-        except OSError:
-            return
-        if not whole:
-            data = data[: data.rfind(b"\n") + 1]
-        self.start += len(data)
-        for line in data.splitlines():
+        """(time, node, line) of what is new by now. `whole`: a last line without its end, too.
+
+        The times never go back.
+        """
+        for line in self._lines(whole=whole):
             if stamp := STAMP.match(line):
                 hours, minutes, seconds, millis = map(int, stamp.groups())
                 at_s = 3600.0 * hours + 60.0 * minutes + seconds + millis / 1000.0
                 days = round((self.at_s - at_s) / DAY_S)
                 self.at_s = max(self.at_s, at_s + max(0, days) * DAY_S)
             yield self.at_s, self.node, line.decode("utf-8", "backslashreplace")
+
+    def _lines(self, *, whole: bool) -> Iterator[bytes]:
+        """What is there when it begins: a log that grows faster than it is read has an end, too."""
+        size = self._size()
+        while self.start < size:
+            data = self._block(size)
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) == BLOCK_BYTES:
+                end = BLOCK_BYTES  # a line that is longer is shown in pieces
+            elif whole and self.start + len(data) == size:
+                end = len(data)
+            if not end:
+                return
+            self.start += end
+            yield from data[:end].splitlines()
+
+    def _size(self) -> int:
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def _block(self, size: int) -> bytes:
+        """Opened each time: there may be more logs than files that may be open."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.start)
+                return file.read(min(BLOCK_BYTES, size - self.start))
+        except OSError:
+            return b""
 
 
 class Logs:
@@ -74,8 +101,8 @@ class Logs:
         return found
 
     def new_lines(self, *, whole: bool) -> Iterator[str]:
-        found = [row for log in self._logs.values() for row in log.read(whole=whole)]
-        for _, node, line in sorted(found, key=lambda row: row[0]):
+        found = [log.read(whole=whole) for log in self._logs.values()]
+        for _, node, line in heapq.merge(*found, key=lambda row: row[0]):
             prefix = f"{node:<{self._width}} | " if self._node is None else ""
             yield f"{prefix}{escape_line(line.expandtabs(4))}"
 
