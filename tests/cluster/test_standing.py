@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -21,7 +19,7 @@ import pytest
 from dbctl.keeper_start import LOG, PREFIX
 from tests.cluster.netns import WORKDIR, Hosts
 from tests.cluster.runs import ENDLESS, ROOT, TrainRun, digits, kill, state, wait_for
-from tests.cluster.sshd import Sshd
+from tests.cluster.sshd import Sshd, agents_left
 from tests.cluster.test_ssh_runs import EXPERIMENT, bits, is_ssh
 from tests.keepers import Keepers
 
@@ -85,9 +83,7 @@ class Place:
         return [one["pid"] for one in json.loads(self.state_file(name).read_text())["keepers"]]
 
     def left(self) -> list[str]:
-        of_agents = Path("/tmp").glob("dbctl-????????????????-*")
-        found = [str(path) for path in of_agents if not lives(path)]  # others run beside this
-        found += [str(path) for path in (self.path / "there").glob("*")]
+        found = agents_left() + [str(path) for path in (self.path / "there").glob("*")]
         return found + [str(path) for path in self.directories()]
 
 
@@ -105,15 +101,6 @@ def place(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def gone(*pids: int) -> bool:
     return all(state(pid) in ("", "Z") for pid in pids)
-
-
-def lives(directory: Path) -> bool:
-    """Whether an agent listens there."""
-    for path in directory.glob("agent-*.sock"):
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            probe.connect(str(path))
-            return True
-    return False
 
 
 def experiment(**changes: Any) -> dict[str, Any]:
