@@ -40,7 +40,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-from dbctl.agent_options import make_directories, parse, told
+from dbctl.agent_options import LET_GO, make_directories, parse, told
 from dbctl.greeting import Greeting
 from dbctl.logs import LogSender
 from dbctl.process import (
@@ -242,7 +242,7 @@ class Agent:
             kill_at = min((c.kill_at for c in self.children.running.values()), default=inf)
             messages = self.link.receive(max(0.0, min(kill_at - now, LOOK_S)))
             if self.link.closed_by_parent:
-                return "standard input ended: the controller is gone"
+                return LET_GO
             if messages:
                 self.on_orders()
             for peer, message in messages:

@@ -15,6 +15,7 @@ from pathlib import Path
 from dbctl.process import one_line, read_line
 
 OPTIONS_BYTES_MAX = 1 << 16
+LET_GO = "standard input ended: the controller is gone"  # why an agent ended, in its log
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

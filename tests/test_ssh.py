@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import dbctl
+from dbctl.agent_options import LET_GO
 from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
@@ -142,6 +143,7 @@ NO_KEY = "Host key verification failed."
         (255, "Bad configuration option: x", "ssh", "make `ssh left` work"),
         (1, "cat: x: Connection refused", "agent", "make `ssh -- left 'python3"),
         (1, "bashrc: line 3", "agent", "make `ssh -- left 'python3 -P -m dbctl --version'` work"),
+        (255, f"agent-0 ends: {LET_GO}\nchannel 2: open failed: connect failed", "agent", ""),
         (None, "", "agent", ""),
     ],
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import dbctl
+from dbctl.agent_options import LET_GO
 from dbctl.caller import NO_KEEPER
 from dbctl.experiment.specs import HostSpec
 from dbctl.keeper_start import STOPPED
@@ -233,6 +234,8 @@ def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
     if status in NO_PROGRAM:
         do = "install Python 3.11 or later, or give the host its `python`"
         return Diagnosis("python", f"there is no {python}", do)
+    if LET_GO in said:  # the controller lives: it asks for the reason
+        return Diagnosis("agent", "its connection was cut there", "")
     if status == SSH_FAILED or _NOT_FORWARDED.search(said):
         return _of_ssh(host, said)
     if status is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -294,6 +295,30 @@ def test_a_lost_connection_ends_the_run_and_a_lost_keeper_does_not(place: Place)
     Done("stop-cluster", "three").ok()
     [left] = place.directories()  # the killed keeper's
     shutil.rmtree(left)
+
+
+def test_a_killed_caller_ends_the_run_which_does_not_blame_sshd(place: Place) -> None:
+    """Its agent is gone before ssh is, and what ssh then says of the socket is no news."""
+    place.launch(*place.hosts("a")).ok()
+    with TrainRun(place.path, experiment(stop=ENDLESS), "--cluster", "three") as run:
+        run.until_train()
+        socket_path = json.loads(place.state_file().read_text())["keepers"][0]["socket"]
+        kill(the_caller(socket_path))
+        assert run.finish() == 1
+        assert "agent-0 on a ended early" in run.err
+        assert "; its connection was cut there\n" in run.err
+        assert "AllowStreamLocalForwarding" not in run.err
+    shutil.rmtree(place.path / "there", ignore_errors=True)  # logs that could not be sent
+
+
+def the_caller(socket_path: str) -> int:
+    """The process on the host, not the ssh that started it."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().decode().split("\0")
+            if words[-3:-1] == ["caller", socket_path]:
+                return int(path.parent.name)
+    raise AssertionError("no caller")
 
 
 def test_stopping_a_cluster_lets_its_run_save_first(place: Place) -> None:
