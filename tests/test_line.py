@@ -239,7 +239,21 @@ def test_a_life_that_is_over_is_not_heard_nor_written_to(make: Make) -> None:
     newer.send("worker-0.1", boxes(2, buffer))
     [(peer, message)] = arrive(second)
     assert (peer.incarnation, message.number) == (2, 2)  # type: ignore[attr-defined]
+    assert second._line.send("worker-0.0", b"x"), "the next life has a line, too"
     buffer.close()
+
+
+def test_the_next_life_of_who_was_forgotten_is_answered_by_its_line(make: Make) -> None:
+    """A replica that is started again, to a shard that had been told of its end."""
+    shard = make("shard-0")
+    for incarnation in (1, 2):
+        worker = make("worker-0.0", incarnation)
+        worker.connect("shard-0", 1, shard.endpoint)
+        worker.send("shard-0", Fetch(1, 1, 0, 0))
+        assert arrive(shard) == [(worker.me, Fetch(1, 1, 0, 0))]
+        assert set(shard._line._to) == {"worker-0.0"}
+        shard.forget(worker.me)
+        assert not shard._line._to
 
 
 def test_what_is_no_partners_word_is_dropped_and_counted(make: Make) -> None:

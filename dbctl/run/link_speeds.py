@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,8 @@ def _other(runtime: str) -> Iterator[None]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
+        if not select.select([process.stdout], [], [], LIMIT_S)[0]:
+            raise LaunchError("link speeds", f"the other process was not ready in {LIMIT_S:g} s")
         if not process.stdout.readline():
             raise LaunchError("link speeds", "the other process ended before it was ready")
         yield

@@ -127,7 +127,9 @@ class Link:
         )
         self._switch = Switch(self._settings)
         self._line = Line()
-        self._partners: dict[str, int] = {}  # what is connected: the lives that are heard directly
+        # Lives by node: those that are heard directly, and the last that was forgotten.
+        self._partners: dict[str, int] = {}
+        self._ended: dict[str, int] = {}
         self._spoken: set[str] = set()
         self._mappings = Mappings()
 
@@ -236,11 +238,16 @@ class Link:
             while True:
                 peer, message, held_bytes = self._unread.get_nowait()
                 self._bytes_taken += held_bytes
-                if type(message) in DIRECT and self._partners.get(peer.node, 0) < peer.incarnation:
+                if type(message) in DIRECT and self._is_newer(peer):
                     self._answer_directly(peer)
                 messages.append((peer, message))
         except Empty:
             return messages
+
+    def _is_newer(self, peer: Peer) -> bool:
+        """Than every life of that node that is, or was, heard directly."""
+        known = max(self._partners.get(peer.node, 0), self._ended.get(peer.node, 0))
+        return known < peer.incarnation
 
     def _answer_directly(self, peer: Peer) -> None:
         """It has connected to here; if it is of this host, its own socket is beside this one's."""
@@ -282,10 +289,11 @@ class Link:
 
     def connect(self, node: str, incarnation: int, endpoint: str) -> None:
         """Connects to that life of `node`, in place of an older one."""
-        if self._partners.get(node, 0) > incarnation:
+        peer = Peer(node, incarnation)
+        if not self._is_newer(peer) and self._partners.get(node) != incarnation:
             return
-        if endpoint.startswith(IPC) and self._partners.get(node) != incarnation:
-            self._converse(Peer(node, incarnation), _file_of(endpoint))
+        if endpoint.startswith(IPC) and self._is_newer(peer):
+            self._converse(peer, _file_of(endpoint))
         self._submit(partial(self._switch.connect, node, incarnation, endpoint))
 
     def replace_keys(self, rows: tuple[KeyRow, ...]) -> None:
@@ -295,9 +303,9 @@ class Link:
 
     def forget(self, peer: Peer) -> None:
         """That life of a node is over: drop what is held for it, take nothing more of it."""
-        if self._partners.get(peer.node) == peer.incarnation:
-            # The life stays known, so that nothing of it or of an older one is heard again.
-            self._partners[peer.node] = peer.incarnation + 1
+        self._ended[peer.node] = max(self._ended.get(peer.node, 0), peer.incarnation)
+        if self._partners.get(peer.node, 0) <= peer.incarnation:
+            self._partners.pop(peer.node, None)
             self._line.forget(peer.node)
         self._mappings.forget(peer)
         self._submit(partial(self._switch.forget, peer))
