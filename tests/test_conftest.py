@@ -6,6 +6,7 @@ import os
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,10 @@ def test_a_child_is_seen_also_when_it_is_dead_and_not_reaped() -> None:
     census = Census()
     child = subprocess.Popen(["sleep", "60"])
     try:
+        # The kernel closes what Popen waits for a moment before it gives the child its name.
+        deadline = time.monotonic() + 10.0
+        while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
+            assert time.monotonic() < deadline
         assert census.left_after(0.0) == [f"child {child.pid} sleep"]
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
