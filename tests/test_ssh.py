@@ -23,6 +23,7 @@ from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch import ssh, ssh_words
+from dbctl.launch.base import AgentHandle
 from dbctl.launch.ssh import SshLauncher
 from dbctl.launch.ssh_words import (
     NOTHING,
@@ -293,6 +294,59 @@ def test_waiting_has_an_end(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(LaunchError, match="kex_exchange"):
         fake.launcher().start()
     assert time.monotonic() - begin < 5.0
+
+
+def test_hosts_that_are_slow_to_end_hold_up_no_other(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their output ended, their ssh stays: a second each would be past the limit of all."""
+    monkeypatch.setattr(ssh, "READY_LIMIT_S", 2.5)
+    host = "for last; do host=$before; before=$last; done"
+    fake.says(
+        f"{host}; [ $host = h5 ] || {{ exec >&-; exec sleep 60; }}\n"
+        f"sleep 0.5; {READY}; cat >/dev/null"
+    )
+    launcher = fake.launcher(6)
+    begin = time.monotonic()
+    launcher.start_async()
+    *bad, good = launcher.wait_all()
+    assert time.monotonic() - begin < 2.4, "a second for all of them, at the same time"
+    assert isinstance(good, AgentHandle), good
+    assert [str(one).splitlines()[0] for one in bad] == [
+        f"agent-{i} on h{i} ended before it was ready" for i in range(5)
+    ]
+    launcher.stop(0.5)
+
+
+def test_what_an_ssh_started_is_killed_with_it(fake: Fake) -> None:
+    """A ProxyCommand, whose connection would stay."""
+    fake.says(f"sleep 60 & echo $! > helper; {READY}; wait")
+    launcher = fake.launcher()
+    launcher.start()
+    command = Path("/proc", (fake.directory / "helper").read_text().strip(), "cmdline")
+    assert command.read_bytes()
+    launcher.stop(0.1)
+    deadline = time.monotonic() + 5.0
+    while command.exists() and command.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not (command.exists() and command.read_bytes()), "it lives on"
+
+
+def test_what_has_come_in_time_is_heard(fake: Fake) -> None:
+    """Also where nobody looked before the deadline: the loop was busy with other hosts."""
+    fake.says(f"{READY}; cat >/dev/null")
+    launcher = fake.launcher()
+    launcher.start_async()
+    time.sleep(0.5)
+    launcher._deadline = time.monotonic()
+    assert [agent.python for agent in launcher.wait_ready()] == ["/p"]
+    fake.says("exit 3")
+    launcher = fake.launcher()
+    launcher.start_async()
+    time.sleep(0.5)
+    launcher._deadline = time.monotonic()
+    with pytest.raises(LaunchError, match="exit status 3"):
+        launcher.wait_ready()
 
 
 def test_a_signal_ends_the_waiting(fake: Fake) -> None:

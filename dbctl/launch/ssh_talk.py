@@ -8,7 +8,9 @@ when it can; then a line `WORD {JSON}` is expected on standard output, and what 
 before it is skipped. Standard error, ssh's own and the program's, is appended to a log. Exit status
 255 may be ssh's or the command's: an error has both their words. A server that takes no more
 beginners (MaxStartups) closes the connection before the first word; that is tried again with
-growing pauses. A refused port is not: nobody is there. All talks are waited for in one loop.
+growing pauses. A refused port is not: nobody is there. All talks are waited for in one loop, which
+no single one holds up: a talk whose output has ended is looked at now and then until its ssh has,
+for the exit status. An ssh is killed with its process group, to which a ProxyCommand belongs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +39,8 @@ from dbctl.launch.ssh_words import (
 from dbctl.process import one_line, signals_held, tail
 
 LOOK_S = 0.25
+ENDING_LOOK_S = 0.02
+ENDING_LIMIT_S = 1.0  # from the end of the output to that of ssh, whose exit status is wanted
 AGAIN_LIMIT_S = 30.0  # since the first try: a server that is still busy then may never be free
 
 
@@ -75,10 +80,16 @@ class Talk:
         self._n_tries = 0
         self._again_until = 0.0
         self._begin_at = 0.0
+        self._fault = ""  # why nothing more is to be heard; from then on ssh is to end
+        self._ends_by = 0.0
 
     @property
     def waits(self) -> bool:
         return self.error is None and self.heard is None
+
+    @property
+    def is_ending(self) -> bool:
+        return self.waits and bool(self._fault)
 
     def start(self) -> None:
         self._n_tries += 1
@@ -129,30 +140,40 @@ class Talk:
         """Whether it can be read; starts it, or starts it again, when it is time."""
         if self.process is None and now >= self._begin_at:
             self.start()
-        return self.process is not None
+        return self.process is not None and not self._fault
 
-    def read(self, now: float, deadline: float) -> None:
-        """Takes what its output has; on an early close a later try is set."""
+    def read(self, now: float) -> None:
+        """Takes what its output has; after its end it `is_ending`."""
         try:
             self.heard = self._said.feed(os.read(self.fd(), 65536))
             self.heard_s = time.time()
         except NotReady as error:
-            assert self.process is not None
             self.let_go()
-            try:
-                status: int | None = self.process.wait(1.0)
-            except subprocess.TimeoutExpired:
-                status = None
-            early = status == SSH_FAILED and not self._said.data
-            if early and closed_early(tail(self.log_path, self._log_start)):
-                self._begin_at = now + again_after_s(self._n_tries)
-                if self._begin_at < min(deadline, self._again_until):
-                    self.end(0.0)
-                    return
-            self.error = self.failed(str(error), status)
+            self._fault, self._ends_by = str(error), now + ENDING_LIMIT_S
+
+    def look_for_end(self, now: float, deadline: float) -> None:
+        """Of one that `is_ending`: its error once ssh has ended; or a later try is set."""
+        status = self.status()
+        if status is None and now < min(deadline, self._ends_by):
+            return
+        fault, self._fault = self._fault, ""
+        early = status == SSH_FAILED and not self._said.data
+        if early and closed_early(tail(self.log_path, self._log_start)):
+            self._begin_at = now + again_after_s(self._n_tries)
+            if self._begin_at < min(deadline, self._again_until):
+                self.end(0.0)
+                return
+        self.error = self.failed(fault, status)
 
     def be_late(self) -> None:
-        self.error = self.failed(str(self._said.late()))
+        """Its error, if what has come by now has none and is not what was expected."""
+        now = time.monotonic()
+        if self.process is not None and not self._fault and _has_come(self.fd()):
+            self.read(now)
+        if self.is_ending:
+            self.look_for_end(now, now)
+        if self.waits:
+            self.error = self.failed(str(self._said.late()))
 
     def failed(self, what: str, status: int | None = None) -> LaunchError:
         said = tail(self.log_path, self._log_start)
@@ -195,13 +216,14 @@ class Talk:
                     pipe.close()
 
     def end(self, timeout_s: float) -> None:
-        """Waits for ssh, which waits for the other end; else kills ssh: its input has ended."""
+        """Waits for ssh, which waits for the other end; else kills it and what it started."""
         self.let_go()
         if self.process is not None:
             try:
                 self.process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                self.process.kill()
+                # Before ssh is reaped: until then the number is nobody else's.
+                os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
         self.process = None
         self._remove_socket()
@@ -231,12 +253,22 @@ def _turn(waiting: Sequence[Talk], now: float, deadline: float) -> None:
     """Begins what is due again, and reads what has come, for at most LOOK_S."""
     poll = select.poll()
     reading = {}
+    limit_s = LOOK_S
     for talk in waiting:
-        if talk.begin_if_due(now):
+        if talk.is_ending:
+            talk.look_for_end(now, deadline)
+            limit_s = ENDING_LOOK_S
+        elif talk.begin_if_due(now):
             poll.register(talk.fd(), select.POLLIN)
             reading[talk.fd()] = talk
-    for fd, _ in poll.poll(1000.0 * LOOK_S):
-        reading[fd].read(now, deadline)
+    for fd, _ in poll.poll(1000.0 * limit_s):
+        reading[fd].read(now)
+
+
+def _has_come(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def end_all(talks: Sequence[Talk], timeout_s: float) -> None:
