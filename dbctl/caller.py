@@ -1,4 +1,4 @@
-"""`python -m dbctl caller SOCKET`: what an ssh runs on a host to speak to the keeper there.
+"""`python -m dbctl caller SOCKET [NODE]`: what an ssh runs on a host to speak to the keeper there.
 
 Rules of this file: light, since every run and every question waits for it; it decides nothing.
 
@@ -8,6 +8,10 @@ writes to those two by itself, and what comes on standard input is passed on to 
 controller, at the other end of the ssh, it is as if ssh had started the agent. The same line is the
 agent's options. When standard input ends, or this process does, the agent's input ends. Any other
 answer of the keeper is printed behind the word ANSWER.
+
+That no keeper listens there it says only where it knows: another user may not look into the
+keeper's directory, and another machine, which a name may mean by now, never had it. So where there
+is none, NODE (`uname -n`, as the keeper said it) must be this machine's.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import sys
 from typing import Any
 
 from dbctl.agent_options import OPTIONS_BYTES_MAX
-from dbctl.process import leave_signals, log, one_line, read_line
+from dbctl.process import escape_line, leave_signals, log, one_line, read_line
 
 GONE = 69  # no keeper there
 ANSWER = "ANSWER "
@@ -104,8 +108,8 @@ class Call:
 
 def main(argv: list[str]) -> int:
     """0, the exit status of the run's agent, or 69 where there is no keeper."""
-    if len(argv) != 1:
-        log("caller", "expected the path of a keeper's socket")
+    if len(argv) not in (1, 2):
+        log("caller", "expected the path of a keeper's socket, and its host's own name")
         return 1
     request = read_line(0, OPTIONS_BYTES_MAX)
     if request is None:
@@ -114,9 +118,16 @@ def main(argv: list[str]) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(argv[0])
-        except OSError as error:
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            here = os.uname().nodename
+            if argv[1:] not in ([], [here]):
+                log("caller", escape_line(f"the keeper is on {argv[1]}, and this is {here}"))
+                return 1
             log("caller", f"{NO_KEEPER}: {one_line(error)}")
             return GONE
+        except OSError as error:
+            log("caller", f"the keeper cannot be reached: {one_line(error)}")
+            return 1
         try:
             return Call(connection, request + b"\n").hold()
         except OSError as error:

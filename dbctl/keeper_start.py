@@ -106,7 +106,8 @@ def say_stays(directory: str) -> None:
     """The last word to who started it, whose pipes are let go. BrokenPipeError: nobody heard it."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     log_file = os.open(f"{directory}/{LOG}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    sys.stdout.write(f"STAYS {json.dumps({'pid': os.getpid()})}\n")
+    stays = {"pid": os.getpid(), "node": os.uname().nodename}
+    sys.stdout.write(f"STAYS {json.dumps(stays)}\n")
     sys.stdout.flush()
     for old, new in ((nowhere, 0), (nowhere, 1), (log_file, 2)):
         os.dup2(old, new)

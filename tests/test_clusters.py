@@ -338,7 +338,7 @@ def test_a_host_that_ends_what_a_user_leaves_is_told(place: Place) -> None:
     place.spoil(
         "b",
         'sh -c "$3" | tee "$DIRECTORY/said"\n'
-        """pid=$(sed -n 's/^STAYS {"pid": \\([0-9]*\\)}/\\1/p' "$DIRECTORY/said")\n"""
+        """pid=$(sed -n 's/^STAYS {"pid": \\([0-9]*\\),.*/\\1/p' "$DIRECTORY/said")\n"""
         '[ -z "$pid" ] || kill -9 $pid; exit 0\n',
     )
     with pytest.raises(LaunchError) as caught:
@@ -468,7 +468,7 @@ def test_two_users_of_a_host_have_keepers_of_their_own(place: Place) -> None:
     assert [one.st_uid for one in directories] == [0, 65534]
     assert [stat.S_IMODE(one.st_mode) for one in directories] == [0o700, 0o700]
     crossed = zip(cluster.keepers, reversed(cluster.keepers), strict=True)
-    replies = standing.ask([(one.host, other.socket) for one, other in crossed], "stop")
+    replies = standing.ask([(one.host, other.socket, one.node) for one, other in crossed], "stop")
     assert all(isinstance(reply, LaunchError) for reply in replies)
     found = look(cluster)
     assert [one.state for one in found] == ["up", "up"], found
@@ -503,6 +503,34 @@ def test_each_host_has_its_state(place: Place, monkeypatch: pytest.MonkeyPatch) 
     assert known() == []
     for path in place.keepers():  # of the killed one
         shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("how", ["another user", "another machine"])
+def test_a_host_that_means_somebody_else_by_now_is_not_gone(
+    place: Place, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """~/.ssh/config has another User, or HostName: nobody there knows whether the keeper lives."""
+    cluster = launch(place.hosts("a"), None)
+    [keeper] = cluster.keepers
+    assert keeper.node == os.uname().nodename
+    if how == "another machine":
+        monkeypatch.setattr(clusters, "ask", lambda rows, what: standing.ask(
+            [(host, "/tmp/none.sock", "elsewhere") for host, _, _ in rows], what
+        ))  # fmt: skip
+    else:
+        if os.getuid() != 0:
+            pytest.skip("needs root, to be somebody else")
+        (place.path / "other.py").write_text(OTHER)
+        words = f'exec {sys.executable} {place.path}/other.py "$@"'
+        place.spoil("a", f"set -- -P -m dbctl caller {keeper.socket} {keeper.node}; {words}")
+    [found] = stop(cluster)
+    assert found.state == "unreachable"
+    word = "on elsewhere, and this is" if how == "another machine" else "PermissionError"
+    assert word in found.why
+    assert known() == ["lab"]
+    monkeypatch.setattr(clusters, "ask", standing.ask)
+    (place.path / "hosts" / "a").unlink(missing_ok=True)
+    assert [one.state for one in stop(cluster)] == ["stopped"]
 
 
 def test_a_cluster_is_not_forgotten_while_a_keeper_may_live(place: Place) -> None:

@@ -517,6 +517,20 @@ def test_the_caller_says_that_nobody_is_there(tmp_path: Path) -> None:
     assert f"{NO_KEEPER}: FileNotFoundError" in err
 
 
+def test_only_where_it_knows_the_caller_says_that_nobody_is_there(tmp_path: Path) -> None:
+    path = str(tmp_path / "none.sock")
+    here = os.uname().nodename
+    for node, status, word in ((here, GONE, NO_KEEPER), ("b", 1, f"is on b, and this is {here}")):
+        process = dbctl("caller", path, node, stderr=subprocess.PIPE)
+        _, err = process.communicate(b'{"do": "status"}\n', LIMIT_S)
+        assert (process.returncode, word in err.decode()) == (status, True), err
+    (tmp_path / "file").touch()
+    status, _, told = call(str(tmp_path / "file" / "none.sock"), b'{"do": "status"}\n')
+    assert status == 1
+    assert "cannot be reached: NotADirectoryError" in told
+    assert NO_KEEPER not in told
+
+
 def test_the_caller_says_what_was_refused(standing: Standing) -> None:
     status, out, err = call(standing.path, b'{"do": "dance"}\n')
     assert (status, out) == (1, "")

@@ -37,12 +37,16 @@ ANSWER_BYTES_MAX = 4 << 20  # 64 runs, each with hundreds of nodes
 
 @dataclass(frozen=True, kw_only=True)
 class Keeper:
-    """One that stays on `host`: its control socket, process number and Python there."""
+    """One that stays on `host`: its control socket, process number and Python there.
+
+    `node`: what that machine calls itself; "": it was not asked (dbctl 0.1.0).
+    """
 
     host: HostSpec
     socket: str
     pid: int
     python: str
+    node: str = ""
 
 
 def options(cluster: str, host: HostSpec, *, idle_s: float | None = None) -> str:
@@ -85,7 +89,9 @@ def bring_up(
                 hear(talks, time.monotonic() + STAYS_LIMIT_S)
                 _check(talks)
             except BaseException:
-                ask([(h, str(r["endpoint"])) for h, r in zip(hosts, ready, strict=True)], "stop")
+                ask(
+                    [(h, str(r["endpoint"]), "") for h, r in zip(hosts, ready, strict=True)], "stop"
+                )
                 raise
         finally:
             end_all(talks, END_LIMIT_S)
@@ -95,6 +101,7 @@ def bring_up(
                 socket=str(fields["endpoint"]),
                 pid=int((talk.heard or {}).get("pid", 0)),
                 python=str(fields.get("python", "")),
+                node=str((talk.heard or {}).get("node", "")),
             )
             for talk, fields in zip(talks, ready, strict=True)
         ]
@@ -115,8 +122,8 @@ def _without_log(error: LaunchError) -> LaunchError:
 Reply = dict[str, Any] | LaunchError
 
 
-def ask(rows: Sequence[tuple[HostSpec, str]], what: str) -> list[Reply]:
-    """The answer of each keeper, given by host and socket, to `status` or `stop`.
+def ask(rows: Sequence[tuple[HostSpec, str, str]], what: str) -> list[Reply]:
+    """The answer of each keeper, given by host, socket and node, to `status` or `stop`.
 
     Who does not answer has the error in its place; `is_gone` says whether that means its end.
     """
@@ -127,12 +134,12 @@ def ask(rows: Sequence[tuple[HostSpec, str]], what: str) -> list[Reply]:
             Talk(
                 "keeper",
                 host,
-                dbctl_command(host, "caller", socket),
+                dbctl_command(host, "caller", socket, *([node] if node else [])),
                 text=json.dumps({"do": what}) + "\n",
                 make_said=lambda: SaidLine(ANSWER.strip(), limit=ANSWER_BYTES_MAX),
                 log_path=Path(logs) / f"{number}.log",
             )
-            for number, (host, socket) in enumerate(rows)
+            for number, (host, socket, node) in enumerate(rows)
         ]
         limit_s = STOP_LIMIT_S if what == "stop" else ASK_LIMIT_S
         try:

@@ -329,5 +329,5 @@ def stop(cluster: Cluster, *, force: bool = False) -> list[Seen]:
     return found
 
 
-def _rows(cluster: Cluster) -> list[tuple[HostSpec, str]]:
-    return [(one.host, one.socket) for one in cluster.keepers]
+def _rows(cluster: Cluster) -> list[tuple[HostSpec, str, str]]:
+    return [(one.host, one.socket, one.node) for one in cluster.keepers]
