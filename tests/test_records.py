@@ -39,7 +39,7 @@ def test_a_death_is_told_with_the_last_word_of_its_log(
         stop=StopSpec(steps=1),
     )
     with create(tmp_path / "r", "x") as run_dir:
-        records = RunRecords(run_dir, display, Coordinator(start), now=lambda: 0.0)
+        records = RunRecords(run_dir, display, Coordinator(start), run="r", now=lambda: 0.0)
         records.node_died(node, Exited(node, 1, -9, tail))
         records.close()
         assert [(r["event"], r["node"]) for r in read_metrics(run_dir.metrics)] == [("death", node)]

@@ -131,7 +131,7 @@ def test_the_last_report_of_each_node_is_in_status_json(run_dir: RunDir) -> None
         stop=StopSpec(steps=1),
     )
     display = make_display(json=False, stderr_is_tty=False, out=io.StringIO(), err=io.StringIO())
-    records = RunRecords(run_dir, display, Coordinator(start), now=lambda: 0.0)
+    records = RunRecords(run_dir, display, Coordinator(start), run="r", now=lambda: 0.0)
     for rate in (1.0, 2.0):
         records.record(Record("worker", WORKER | {"examples_per_second": rate}))
     records.record(Record("shard", SHARD))
@@ -147,6 +147,7 @@ def test_the_last_report_of_each_node_is_in_status_json(run_dir: RunDir) -> None
 # ---------------------------------------------------------------------------------------- a run
 
 STATUS: dict[str, Any] = {
+    "run": "r",
     "state": "running",
     "steps": 1200,
     "epochs": 3.25,
@@ -186,11 +187,24 @@ def test_a_run_that_is_over(run_dir: RunDir, state: str) -> None:
 def test_a_run_that_has_said_nothing_yet_is_starting(run_dir: RunDir) -> None:
     assert of_run(run_dir).state == "starting"
     assert list(run_lines(of_run(run_dir))) == [f"{run_dir.path}: starting"]
-    run_dir.write_status(STATUS | {"state": "done"})
-    info = run_dir.path / "run.json"
-    os.utime(run_dir.status, (1.0, 1.0))
-    assert os.stat(info).st_mtime > 1.0
+    run_dir.write_status(STATUS | {"run": "the life before", "state": "done"})
     assert of_run(run_dir).state == "starting", "that was the life before"
+
+
+def test_no_clock_says_which_life_a_status_is_of(run_dir: RunDir) -> None:
+    """Copied without its times, or written by a clock that was set back (G16)."""
+    run_dir.write_status(STATUS | {"state": "done"})
+    os.utime(run_dir.status, (1.0, 1.0))
+    assert of_run(run_dir).state == "done"
+
+
+@pytest.mark.parametrize(
+    "bad", [{"steps": "3"}, {"epochs": None}, {"nodes": []}, {"nodes": {"x": {"rss_bytes": "1"}}}]
+)
+def test_a_status_of_another_form_is_an_error(run_dir: RunDir, bad: dict[str, Any]) -> None:
+    run_dir.write_status(STATUS | bad)
+    with pytest.raises(RunError, match="is not as dbctl writes it"):
+        of_run(run_dir)
 
 
 def test_a_run_whose_controller_is_gone_is_lost(run_dir: RunDir) -> None:

@@ -34,8 +34,10 @@ class RunRecords:
         display: Display,
         coordinator: Leader,
         *,
+        run: str,
         now: Callable[[], float],
     ) -> None:
+        self._run = run
         self._run_dir = run_dir
         self._display = display
         self._coordinator = coordinator
@@ -145,6 +147,7 @@ class RunRecords:
     def write_status(self, now: float, nodes: Nodes, state: str) -> None:
         figures = self._coordinator.figures
         status = {
+            "run": self._run,
             "state": state,
             **figures.summary(now),
             "staleness": figures.staleness(),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import to_builtins
 
 from dbctl.errors import RunError, UsageError
@@ -94,6 +95,30 @@ def _state(one: Seen) -> str:
 # ------------------------------------------------------------------------------------------ a run
 
 
+class _NodeStatus(msgspec.Struct, kw_only=True):
+    """The form of what is shown of one node in status.json; there may be more."""
+
+    host: str = "-"
+    state: str = "-"
+    steps: int | None = None
+    examples_per_second: float | None = None
+    staleness: float | None = None
+    rss_bytes: int | None = None
+    bytes_in: int | None = None
+    bytes_out: int | None = None
+
+
+class _Status(msgspec.Struct, kw_only=True):
+    """The form of what is shown of status.json."""
+
+    state: str = STARTING
+    steps: int = 0
+    epochs: float = 0.0
+    examples_per_second: float | None = None
+    test_accuracy: float | None = None
+    nodes: dict[str, _NodeStatus] = {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSeen:
     """A run directory at one moment. `status` is status.json, `state` what can be said of it."""
@@ -110,8 +135,12 @@ class RunSeen:
 def of_run(run_dir: RunDir) -> RunSeen:
     """RunError: a file of it is damaged."""
     info, status = run_dir.read_info(), run_dir.read_status()
-    if status and run_dir.status.stat().st_mtime < (run_dir.path / "run.json").stat().st_mtime:
+    if status.get("run") != info.run:
         status = {}  # it is of an earlier life
+    try:
+        msgspec.convert(status, _Status)
+    except msgspec.ValidationError as error:
+        raise RunError(f"{run_dir.status} is not as dbctl writes it: {error}") from None
     state = str(status.get("state", STARTING))
     # Only its own machine knows whether its controller lives.
     if state in ("running", STARTING) and info.host == os.uname().nodename and not info.is_alive():
@@ -128,7 +157,7 @@ def run_lines(seen: RunSeen) -> Iterator[str]:
     parts = [f"{seen.run_dir}: {seen.state}"]
     if "steps" in status:
         parts.append(f"step {status['steps']:,}")
-        parts.append(f"epoch {status['epochs']:.2f}")
+        parts.append(f"epoch {status.get('epochs', 0.0):.2f}")
     if (rate := status.get("examples_per_second")) is not None:
         parts.append(f"{rate:,.0f} examples/s")
     if (accuracy := status.get("test_accuracy")) is not None:

@@ -205,7 +205,9 @@ class Life:
             at_end.callback(self.display.close)
             runtime = make_runtime()
             at_end.callback(shutil.rmtree, runtime, ignore_errors=True)
-            records = RunRecords(self.run_dir, self.display, self.coordinator, now=time.monotonic)
+            records = RunRecords(
+                self.run_dir, self.display, self.coordinator, run=self.run_id, now=time.monotonic
+            )
             at_end.callback(records.close)
             info = RunInfo.of_this_process(self.run_id, control=runtime, command=sys.argv)
             self.run_dir.write_info(
