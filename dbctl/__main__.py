@@ -26,7 +26,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    sys.stderr.write("dbctl: stopped before anything was started\n")
+    sys.stderr.write("dbctl: stopped\n")
     sys.exit(75)
 
 
