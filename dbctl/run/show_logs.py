@@ -5,7 +5,9 @@ cursor of the terminal that shows it.
 
 Theory of operation. Lines begin with the time of day (dbctl/process.py), by which several logs are
 merged; a line without it belongs to the one before. Where the time goes back by more than half a
-day, a midnight was between. No log is read whole: of each one block is in memory. What comes while
+day, a midnight was between. Each host writes the time of its own clock and zone, so the order is
+true within one log, and among logs only as far as the clocks agree and the run has had one life.
+No log is read whole: of each one block is in memory. What comes while
 it follows is shown in the order that it is seen.
 """
 
