@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import base64
 import csv
+import fcntl
 import hashlib
 import io
 import json
@@ -109,21 +110,32 @@ class There:
         self.python.write_text(PIP.format(log=self.log, home=home))
         self.python.chmod(0o755)
 
-    def install(self, data: bytes = b"wheel", digest: str = "") -> tuple[dict[str, object], str]:
-        """The program's answer, and what was asked of Python meanwhile."""
-        self.log.write_text("")
+    def given(self, data: bytes = b"wheel", digest: str = "") -> bytes:
+        """What the program reads."""
         values = {
             "workdir": str(self.workdir),
             "env": {"PIP_INDEX_URL": "https://index.example"},
             "name": "dbctl-1-py3-none-any.whl",
             "digest": digest or hashlib.sha256(data).hexdigest(),
         }
-        code = f"import sys; sys.executable = {str(self.python)!r}\n"
+        return json.dumps(values).encode() + b"\n" + data
+
+    def command(self, limit_s: float = 20.0) -> list[str]:
         program = Path(installer.__file__).read_text()
+        code = f"import sys; sys.executable = {str(self.python)!r}\n"
+        assert "LIMIT_S = 840.0" in program
+        program = program.replace("LIMIT_S = 840.0", f"LIMIT_S = {limit_s}")
         start = program.index("import fcntl")
+        return [sys.executable, "-I", "-c", program[:start] + code + program[start:]]
+
+    def install(
+        self, data: bytes = b"wheel", digest: str = "", *, limit_s: float = 20.0
+    ) -> tuple[dict[str, object], str]:
+        """The program's answer, and what was asked of Python meanwhile."""
+        self.log.write_text("")
         done = subprocess.run(
-            [sys.executable, "-I", "-c", program[:start] + code + program[start:]],
-            input=json.dumps(values).encode() + b"\n" + data,
+            self.command(limit_s),
+            input=self.given(data, digest),
             capture_output=True,
             timeout=20,
             check=False,
@@ -220,9 +232,75 @@ def test_a_work_directory_that_cannot_be_made_is_told(there: There) -> None:
     assert (answer["cure"], asked) == ("give it another `workdir`", "")
 
 
+def test_a_lock_that_nobody_lets_go_of_is_told(there: There) -> None:
+    there.workdir.mkdir()
+    with open(there.workdir / "venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer, asked = there.install(limit_s=0.5)
+    assert f"has locked {there.workdir}/venv.lock, was not done within 0 s" in str(answer["fault"])
+    assert (answer["cure"], asked) == (
+        "end the process that `fuser` shows to have it open there",
+        "",
+    )
+
+
+def lives(pid: str) -> bool:
+    try:
+        return bool(Path("/proc", pid, "cmdline").read_bytes())
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: str) -> bool:
+    deadline = time.monotonic() + 5.0
+    while lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not lives(pid)
+
+
+def test_a_pip_that_hangs_is_killed_with_what_it_started(there: There) -> None:
+    hangs = f"sleep 60 & echo $! > {there.home}/child; wait; mkdir -p"
+    there.python.write_text(there.python.read_text().replace("mkdir -p", hangs))
+    answer, _ = there.install(limit_s=0.5)
+    assert str(answer["fault"]).endswith(" -I -m venv --clear ...` was not done within 0 s")
+    assert ends((there.home / "child").read_text().strip())
+    assert there.install(limit_s=0.5)[0]["fault"] == answer["fault"], "the lock is free again"
+
+
+@pytest.mark.parametrize("how", ["closed", "signal"])
+def test_what_runs_there_ends_with_its_ssh(there: There, how: str) -> None:
+    """Its standard output has no reader any more; pip says nothing and would not see it."""
+    hangs = f"sleep 60 & echo $! > {there.home}/new; mv {there.home}/new {there.home}/child; wait"
+    there.python.write_text(there.python.read_text().replace("mkdir -p", f"{hangs}; mkdir -p"))
+    with subprocess.Popen(
+        there.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(there.given())
+        process.stdin.close()
+        deadline = time.monotonic() + 10.0
+        while not (there.home / "child").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        child = (there.home / "child").read_text().strip()
+        assert lives(child)
+        if how == "closed":
+            process.stdout.close()
+        else:
+            process.terminate()
+        assert ends(child)
+        assert process.wait(5.0) == 1
+
+
 def test_an_old_python_can_read_it_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path(installer.__file__).read_text()
-    ast.parse(source, feature_version=(3, 7))
+    tree = ast.parse(source, feature_version=(3, 6))
+    assert "__future__" not in {
+        one.module for one in ast.walk(tree) if isinstance(one, ast.ImportFrom)
+    }, "3.6 knows no `annotations` there"
+    annotations = [one.annotation for one in ast.walk(tree) if isinstance(one, ast.arg)]
+    for one in filter(None, annotations):  # they are evaluated: no `str | bool`, no `list[str]`
+        assert isinstance(one, ast.Name | ast.Constant), ast.unparse(one)
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}\n")))
     said = io.StringIO()
