@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -50,7 +51,7 @@ from dbctl.keeper_start import (
 )
 from dbctl.process import clear_runtime, log, one_line, read_line, signals_held
 from dbctl.proctree import Process, children_of
-from dbctl.visitors import Visitor, peer_uid, tell
+from dbctl.visitors import N_DESCRIPTORS, Visitor, peer_uid, tell
 
 STAY = b"stay"
 SILENT_LIMIT_S = 5.0  # of a connection that has not said what it wants
@@ -59,7 +60,8 @@ STOP_LIMIT_S = 5.0  # an agent needs two seconds for its nodes; then it is kille
 SILENT_MAX = 16
 LOOK_S = 60.0  # how late it is seen that the socket is gone
 RUNS_MAX = 64
-N_DESCRIPTORS = 2  # standard output and error of a run's agent
+# Only what an agent makes is ever cleared after it (dbctl/launch/ssh_words.py names it).
+RUNTIME = r"/tmp/dbctl-[0-9a-f]{16}-[0-9]+"
 
 _now = time.monotonic
 
@@ -256,7 +258,7 @@ class Keeper:
     # ---------------------------------------------------------------------------------- runs
 
     def _run(self, visitor: Visitor, request: dict[str, Any]) -> None:
-        fault = self._fault(visitor)
+        fault = self._fault(visitor, request)
         if fault:
             self._drop(visitor, fault)
             return
@@ -283,14 +285,14 @@ class Keeper:
             connection=visitor.connection,
             agent=str(request.get("name", "")),
             told={"run": str(request.get("run", "")), **told},
-            runtime=str(request.get("runtime", "")),
+            runtime=str(request["runtime"]),
             since=_now(),
         )
         self._runs.append(run)
         log("keeper", f"run {run.told['run']}: agent {run.agent}, pid {process.pid}")
         tell(run.connection, agent=process.pid)
 
-    def _fault(self, visitor: Visitor) -> str:
+    def _fault(self, visitor: Visitor, request: dict[str, Any]) -> str:
         """Why no run can be started for it, or ""."""
         if self._over:
             return "the cluster is being stopped"
@@ -299,6 +301,8 @@ class Keeper:
         if len(visitor.descriptors) != N_DESCRIPTORS:
             n = len(visitor.descriptors)
             return f"expected {N_DESCRIPTORS} descriptors with the request, found {n}"
+        if not re.fullmatch(RUNTIME, str(request.get("runtime"))):
+            return "expected `runtime` /tmp/dbctl-, 16 hexadecimal digits, - and a number"
         return ""
 
     def _reap(self, now: float) -> None:
@@ -312,7 +316,7 @@ class Keeper:
             self._runs.remove(run)
             self._idle_since = now
             log("keeper", f"run {run.told['run']}: agent {run.agent} ended, status {status}")
-            if status and run.runtime.startswith("/tmp/dbctl-"):
+            if status:
                 clear_runtime(run.runtime)  # a killed one could not
             if run.kill_at != inf:
                 tell(run.connection, said=STOPPED)  # the last word: an agent may have many

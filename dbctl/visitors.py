@@ -16,6 +16,8 @@ from typing import Any
 
 from dbctl.agent_options import OPTIONS_BYTES_MAX
 
+N_DESCRIPTORS = 2  # standard output and error of a run's agent
+
 
 @dataclass
 class Visitor:
@@ -34,6 +36,9 @@ class Visitor:
         except BlockingIOError:
             return None
         self.descriptors += descriptors
+        if (n := len(self.descriptors)) > N_DESCRIPTORS:
+            self.close_descriptors()
+            raise ValueError(f"expected {N_DESCRIPTORS} descriptors with the request, found {n}")
         self.data += data
         if not data:
             raise ValueError("it left before its request was whole")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.keeper import RUNS_MAX, SILENT_MAX, node_name
 from dbctl.keeper_start import LOG, PREFIX, SOCKET, STOPPED
 from dbctl.proctree import children_of
-from dbctl.visitors import Visitor
+from dbctl.visitors import N_DESCRIPTORS, Visitor
 from tests.cluster.harness import state, wait_gone, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -130,7 +131,7 @@ class Standing:
     @contextlib.contextmanager
     def run(self, tmp_path: Path, name: str = "agent-0") -> Iterator[subprocess.Popen[bytes]]:
         """A run's agent through the caller; READY was said."""
-        runtime = f"/tmp/dbctl-{os.getpid()}-{name}"
+        runtime = f"/tmp/dbctl-{secrets.token_hex(8)}-0"
         orders = {
             "do": "run", "runtime": runtime, "run": "abc", "name": name, "lease": 10.0,
             "workdir": str(self.workdir), "env": {},
@@ -444,6 +445,34 @@ def test_many_descriptors_are_no_way_to_exhaust_it(standing: Standing) -> None:
     wait_until(lambda: len(os.listdir(f"/proc/{standing.pid}/fd")) <= before, 2.0)
 
 
+def test_descriptors_that_come_one_after_the_other_are_bounded_too() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    left, right = socket.socketpair()
+    with left, right:
+        visitor = Visitor(left, 0.0)
+        for _ in range(N_DESCRIPTORS):
+            socket.send_fds(right, [b"x"], [0])
+            assert visitor.read() is None
+        socket.send_fds(right, [b"x"], [0])
+        with pytest.raises(ValueError, match="expected 2 descriptors with the request, found 3"):
+            visitor.read()
+        assert visitor.descriptors == []
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    "runtime",
+    ["/tmp/dbctl-0123456789abcdef-0/../x", "/tmp/dbctl-keeper-abc", "/tmp/dbctl-", "", None, 7],
+)
+def test_a_directory_that_is_no_agents_is_refused(standing: Standing, runtime: object) -> None:
+    """What a killed agent leaves is cleared: nothing else may be named."""
+    request = json.dumps({"do": "run", "runtime": runtime}).encode() + b"\n"
+    with standing.connect() as connection:
+        socket.send_fds(connection, [request], [1, 2])
+        assert "expected `runtime` /tmp/dbctl-" in connection.makefile().read()
+    assert standing.status()["runs"] == []
+
+
 def test_another_user_is_turned_away(standing: Standing) -> None:
     """As the kernel says who it is; the directory keeps others out already."""
     if os.getuid() != 0:
@@ -470,7 +499,7 @@ def test_no_more_runs_than_its_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     one._runs = [object()] * RUNS_MAX  # type: ignore[list-item]
     left, right = socket.socketpair()
     with left, right:
-        fault = one._fault(Visitor(left, 0.0, descriptors=[1, 2]))
+        fault = one._fault(Visitor(left, 0.0, descriptors=[1, 2]), {})
     assert fault == "64 runs are going on here, the most that there may be"
     one._selector.close()
     listener.close()
