@@ -236,7 +236,9 @@ def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
         return Diagnosis("python", f"there is no {python}", do)
     if LET_GO in said:  # the controller lives: it asks for the reason
         return Diagnosis("agent", "its connection was cut there", "")
-    if status == SSH_FAILED or _NOT_FORWARDED.search(said):
+    # An agent that nobody could reach ends well, of its lease. One that ends otherwise takes the
+    # forwarded channels along: then they are not the cause.
+    if status == SSH_FAILED or (status in (None, 0) and _NOT_FORWARDED.search(said)):
         return _of_ssh(host, said)
     if status is not None:
         look = shlex.join([_python(host), "-P", "-m", "dbctl", "--version"])
