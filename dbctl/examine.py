@@ -29,7 +29,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from dbctl.data.files import file_digest
+from dbctl.data.files import TooSlow, file_digest
 from dbctl.errors import DataError
 from dbctl.process import one_line
 
@@ -215,10 +215,11 @@ def look_at(paths: tuple[str, ...]) -> tuple[FileFacts, ...]:
 
 
 def _look(path: str, deadline: float) -> FileFacts:
+    size = 0
     try:
         size = os.stat(path).st_size
         digest = file_digest(path, "data", late=lambda: time.monotonic() > deadline).hex()
-    except TimeoutError:
+    except TooSlow:
         return FileFacts(path=path, size=size, late=True)
     except DataError as error:
         return FileFacts(path=path, fault=error.message.partition(";")[0])

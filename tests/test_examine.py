@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import socket
@@ -105,6 +107,31 @@ def test_a_slow_disk_does_not_hold_up_the_answer(
     monkeypatch.setattr(examine, "FILES_LIMIT_S", -1.0)
     (found,) = look_at((str(tmp_path / "big"),))
     assert (found.late, found.size, found.digest) == (True, 3 << 20, "")
+
+
+@pytest.mark.parametrize("where", ["stat", "read"])
+def test_a_file_server_that_is_lost_is_a_fault_and_not_late(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    """ETIMEDOUT of a network file system is a TimeoutError to Python."""
+    lost = TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+    (tmp_path / "x").write_bytes(b"abc")
+
+    class File(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise lost
+
+    def stat(path: object) -> os.stat_result:
+        raise lost
+
+    with monkeypatch.context() as patch:
+        if where == "stat":
+            patch.setattr("os.stat", stat)
+        else:
+            patch.setattr("dbctl.data.files.open_file", lambda path, key: File(path))
+        (found,) = look_at((str(tmp_path / "x"),))
+    assert "timed out" in found.fault
+    assert (found.late, found.digest) == (False, "")
 
 
 # ----------------------------------------------------------------------------------- other hosts

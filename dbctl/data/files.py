@@ -88,10 +88,14 @@ def file_id(file: IO[bytes]) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
+class TooSlow(Exception):
+    """A file was not read in its time. No TimeoutError: that is also what a lost file server is."""
+
+
 def file_digest(path: str, key: str, *, late: Callable[[], bool] = lambda: False) -> bytes:
     """SHA-256 over a file's size and bytes; of a large file over its size and both ends.
 
-    Asked `late` before each MiB: then TimeoutError. Raises DataError.
+    Asked `late` before each MiB: then TooSlow. Raises DataError.
     """
     hashed = sha256()
     with open_file(path, key) as file:
@@ -103,10 +107,8 @@ def file_digest(path: str, key: str, *, late: Callable[[], bool] = lambda: False
                 file.seek(-END_BYTES, os.SEEK_END)
             while data := file.read(END_BYTES):
                 if late():
-                    raise TimeoutError
+                    raise TooSlow
                 hashed.update(data)
-        except TimeoutError:
-            raise
         except OSError as error:
             message = f"cannot be read ({one_line(error)}); check the disk, or {key}"
             raise DataError(path, message) from None
