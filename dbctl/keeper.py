@@ -35,6 +35,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from types import FrameType
 from typing import Any
 
 from dbctl import __version__
@@ -49,7 +50,7 @@ from dbctl.keeper_start import (
     sweep,
     told,
 )
-from dbctl.process import clear_runtime, log, one_line, read_line, signals_held
+from dbctl.process import RUN_SIGNALS, clear_runtime, log, one_line, read_line, signals_held
 from dbctl.proctree import Process, children_of
 from dbctl.visitors import N_DESCRIPTORS, Visitor, peer_uid, tell
 
@@ -138,7 +139,7 @@ class Keeper:
         self._selector.register(woken, selectors.EVENT_READ, self._wake)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in RUN_SIGNALS:
             signal.signal(number, lambda number, frame: self.stop(signal.Signals(number).name))
 
     def _wake(self) -> None:
@@ -324,16 +325,28 @@ class Keeper:
             run.connection.close()
 
 
+class GivenUp(Exception):
+    """A signal came before there was a loop."""
+
+
+def _give_up(number: int, frame: FrameType | None) -> None:
+    for again in RUN_SIGNALS:  # it ends already
+        signal.signal(again, signal.SIG_IGN)
+    raise GivenUp(signal.Signals(number).name)
+
+
 def main(argv: list[str]) -> int:
     """A keeper from its options to its end; 1 where it does not begin."""
     if argv != ["--stdin"]:
         log("keeper", f"expected --stdin, found {' '.join(argv)!r}")
         return 1
+    for number in RUN_SIGNALS:
+        signal.signal(number, _give_up)
     try:
         options = told()
         sweep()
         listener, directory = listen()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, GivenUp) as error:
         log("keeper", f"cannot begin: {one_line(error)}")
         return 1
     try:
@@ -342,14 +355,14 @@ def main(argv: list[str]) -> int:
             log("keeper", "ends: nobody told it to stay")
             remove(directory)
             return 1
-        if not leave_parent():
-            return 0
-    except OSError as error:
+        with signals_held():  # until there is a loop that they can end
+            leave_parent()
+            keeper = Keeper(listener, directory, cluster=options.cluster, idle_s=options.idle)
+            keeper.handle_signals()
+    except (OSError, GivenUp) as error:
         log("keeper", f"ends: {one_line(error)}")
         remove(directory)
         return 1
-    keeper = Keeper(listener, directory, cluster=options.cluster, idle_s=options.idle)
-    keeper.handle_signals()
     try:
         say_stays(directory)
         log("keeper", f"of cluster {options.cluster}, pid {os.getpid()}")

@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from dbctl import __version__
@@ -26,6 +27,7 @@ PREFIX = "dbctl-keeper-"
 SOCKET = "control.sock"
 LOG = "keeper.log"
 IDLE_LIMIT_S = 12 * 3600.0
+BEGIN_LIMIT_S = 60.0  # from its directory to its socket
 BACKLOG = 128
 STOPPED = "the cluster is being stopped: this run ends with it"  # in the log of the run's agent
 
@@ -59,7 +61,7 @@ def listen() -> tuple[socket.socket, str]:
         listener.bind(f"{directory}/new.sock")
         listener.listen(BACKLOG)
         os.rename(f"{directory}/new.sock", f"{directory}/{SOCKET}")
-    except OSError:
+    except BaseException:  # a signal too
         listener.close()
         remove(directory)
         raise
@@ -77,29 +79,38 @@ def remove(directory: str) -> None:
 
 
 def sweep() -> None:
-    """Removes what this user's killed keepers left: directories whose socket nobody listens on."""
+    """Removes what this user's killed keepers left: directories whose socket nobody listens on, or
+    without one for longer than a beginning takes.
+    """
     for directory in Path(PARENT).glob(f"{PREFIX}*"):
         try:
-            if directory.stat(follow_symlinks=False).st_uid != os.getuid():
+            found = directory.stat(follow_symlinks=False)
+            if found.st_uid != os.getuid():
                 continue
+            begins = time.time() - found.st_mtime < BEGIN_LIMIT_S
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.settimeout(1.0)
                 probe.connect(str(directory / SOCKET))
         except ConnectionRefusedError:
             remove(str(directory))
+        except FileNotFoundError:
+            if not begins:
+                remove(str(directory))
         except OSError:
             continue
 
 
-def leave_parent() -> bool:
-    """Leaves the ssh that started it: a session of its own, no terminal. True in who stays."""
+def leave_parent() -> None:
+    """Leaves the ssh that started it: a session of its own, no terminal. It returns in who stays.
+
+    The others end here: what was made, and what a signal does to it, is not theirs any more.
+    """
     if os.fork():
         os.wait()
-        return False
+        os._exit(0)
     os.setsid()
     if os.fork():
         os._exit(0)
-    return True
 
 
 def say_stays(directory: str) -> None:

@@ -195,6 +195,17 @@ def test_without_the_word_to_stay_nothing_is_left(tmp_path: Path) -> None:
         assert not one.directory.exists()
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_before_it_stays_leaves_nothing(tmp_path: Path, name: str) -> None:
+    with Standing(tmp_path, stays=False) as one:
+        assert one.directory.exists()
+        one.process.send_signal(signal.Signals[name])
+        assert one.process.wait(LIMIT_S) == 1
+        assert one.process.stderr is not None
+        assert f"ends: GivenUp: {name}" in one.process.stderr.read().decode()
+        assert not one.directory.exists()
+
+
 def test_nobody_reads_that_it_stays(tmp_path: Path) -> None:
     """The ssh was killed between the word and the answer: nobody would know of it."""
     with Standing(tmp_path, stays=False) as one:
@@ -245,6 +256,10 @@ def test_what_a_killed_one_left_goes_at_the_next_beginning(
                 keeper_start.sweep()
         (tmp_path / name / LOG).touch()
     (tmp_path / f"{PREFIX}young").mkdir()  # it does not listen yet
+    (tmp_path / f"{PREFIX}dead-before").mkdir()  # and this one never will
+    (tmp_path / f"{PREFIX}dead-before" / "new.sock").touch()
+    long_ago_s = time.time() - 61.0
+    os.utime(tmp_path / f"{PREFIX}dead-before", (long_ago_s, long_ago_s))
     (tmp_path / "other").mkdir()
     assert (tmp_path / f"{PREFIX}live").exists()
     assert sorted(path.name for path in tmp_path.iterdir() if "dead" not in path.name) == [
