@@ -55,6 +55,7 @@ from dbctl.proctree import Process, children_of
 from dbctl.visitors import N_DESCRIPTORS, Visitor, peer_uid, tell
 
 STAY = b"stay"
+STAY_LIMIT_S = 60.0  # twice what its launcher gives all hosts to get ready
 SILENT_LIMIT_S = 5.0  # of a connection that has not said what it wants
 ANSWER_LIMIT_S = 2.0  # how long who asked may take to read the answer
 STOP_LIMIT_S = 5.0  # an agent needs two seconds for its nodes; then it is killed
@@ -351,7 +352,7 @@ def main(argv: list[str]) -> int:
         return 1
     try:
         say_ready(directory)
-        if read_line(0, 100) != STAY:
+        if read_line(0, 100, limit_s=STAY_LIMIT_S) != STAY:
             log("keeper", "ends: nobody told it to stay")
             remove(directory)
             return 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import signal
 import stat
 import sys
@@ -26,6 +27,9 @@ EXIT_ORPHANED = 5  # its agent is gone
 
 # The spec on a node's standard input: what a pipe may be made to hold, so that writing never waits.
 SPEC_BYTES_MAX = 1 << 20
+
+# Who starts a process, or asks it, says at once what it wants.
+LINE_LIMIT_S = 60.0
 
 TAIL_LINES = 20
 TAIL_BYTES = 4096
@@ -91,13 +95,19 @@ def beat_s(lease_s: float) -> float:
     return min(1.0, lease_s / 6.0)
 
 
-def read_line(fd: int, limit: int) -> bytes | None:
-    """One line of at most `limit` bytes, without its newline; None where the input ends before it.
+def read_line(fd: int, limit: int, *, limit_s: float = LINE_LIMIT_S) -> bytes | None:
+    """One line of at most `limit` bytes, without its newline; None where the input ends before it,
+    or where it is not whole after `limit_s`.
 
     Unbuffered: what follows the line stays in the pipe, whose end is watched for later.
     """
     data = bytearray()
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    deadline = time.monotonic() + limit_s
     while not data.endswith(b"\n"):
+        if not poll.poll(1000.0 * max(0.0, deadline - time.monotonic())):
+            return None
         chunk = os.read(fd, 65536)
         if not chunk or len(data) + len(chunk) > limit:
             return None

@@ -40,7 +40,7 @@ def dbctl(*words: str, **more: Any) -> subprocess.Popen[bytes]:
 def start(*words: str, **more: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATIENCE": json.dumps(PATIENCE)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         **more,
@@ -74,10 +74,10 @@ def let_go(process: subprocess.Popen[bytes]) -> int:
 
 # What the keeper's waits are here, so that nobody waits for them: its own are seconds.
 PATIENCE = {"SILENT_LIMIT_S": 1.0, "STOP_LIMIT_S": 1.5, "LOOK_S": 0.3}
-IMPATIENT = f"""import os, sys
+IMPATIENT = """import json, os, sys
 from dbctl import keeper, keeper_start
 keeper_start.PARENT = os.environ["XDG_RUNTIME_DIR"]
-vars(keeper).update({PATIENCE})
+vars(keeper).update(json.loads(os.environ["PATIENCE"]))
 sys.exit(keeper.main(["--stdin"]))
 """
 
@@ -204,6 +204,18 @@ def test_a_signal_before_it_stays_leaves_nothing(tmp_path: Path, name: str) -> N
         assert one.process.stderr is not None
         assert f"ends: GivenUp: {name}" in one.process.stderr.read().decode()
         assert not one.directory.exists()
+
+
+def test_a_launcher_that_says_no_more_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a word is as silent as none."""
+    monkeypatch.setitem(PATIENCE, "STAY_LIMIT_S", 0.5)
+    for said in (b"", b"st"):
+        with Standing(tmp_path, stays=False) as one:
+            say(one.process, said)
+            assert one.process.wait(LIMIT_S) == 1
+            assert not one.directory.exists()
 
 
 def test_nobody_reads_that_it_stays(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from dbctl.process import (
     log,
     one_line,
     raise_descriptor_limit,
+    read_line,
     tail,
 )
 from tests.cluster.harness import state, wait_until
@@ -54,6 +56,21 @@ def test_escape_keeps_what_people_read() -> None:
 
 def test_a_line_stays_one_line() -> None:
     assert escape_line("a\tb\n\x7f\u202e\ud800ä") == "a\\tb\\n\\x7f\\u202e\\ud800ä"
+
+
+@pytest.mark.parametrize("half", [b"", b'{"a": '])
+def test_a_line_that_never_ends_is_given_up(half: bytes) -> None:
+    read_fd, write_fd = os.pipe()
+    try:
+        os.write(write_fd, half)
+        begin = time.monotonic()
+        assert read_line(read_fd, 100, limit_s=0.2) is None
+        assert 0.2 <= time.monotonic() - begin < 2.0
+        os.write(write_fd, b"x\n")
+        assert read_line(read_fd, 100, limit_s=0.0) == b"x", "what is there needs no time"
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
 
 
 def test_an_error_as_one_bounded_line() -> None:
