@@ -533,6 +533,19 @@ def test_a_host_that_means_somebody_else_by_now_is_not_gone(
     assert [one.state for one in stop(cluster)] == ["stopped"]
 
 
+def test_a_cluster_that_was_launched_anew_meanwhile_is_not_forgotten(place: Place) -> None:
+    old = launch(place.hosts("a"), None)
+    assert [one.state for one in stop(old)] == ["stopped"]
+    new = launch(place.hosts("a"), None)
+    assert [one.state for one in stop(old)] == ["gone"]
+    clusters._make_way(old)
+    assert read("lab") == new
+    stop(old, force=True)
+    assert read("lab") == new
+    assert [one.state for one in stop(new)] == ["stopped"]
+    assert known() == []
+
+
 def test_a_cluster_is_not_forgotten_while_a_keeper_may_live(place: Place) -> None:
     cluster = launch(place.hosts("a", "b"), None)
     place.spoil("b", "exit 255")

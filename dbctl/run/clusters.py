@@ -3,8 +3,9 @@
     $XDG_STATE_HOME/dbctl/clusters/NAME.json      (default ~/.local/state), 0600 in a 0700 directory
 
 Rules of this file: a file is there from the moment that keepers stay until all of them are gone;
-it has no secret in it. Several commands may work at once: a file appears whole or not at all, and
-only where there was none.
+what hosts are given in `env` is in it. Several commands may work at once: a file appears whole or
+not at all, and only where there was none; it goes only where it is of the very keepers that are
+gone.
 
 Theory of operation. What is known here is only where the keepers are; whether they live, and what
 runs, they are asked. A host that does not answer is a row of the answer, and no failure: its
@@ -14,6 +15,7 @@ keeper may live. Only a host that says itself that no keeper is there has none.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getpass
 import os
 import re
@@ -205,6 +207,30 @@ def _write(cluster: Cluster) -> None:
             temporary.unlink()
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """No other command changes or removes a file meanwhile."""
+    fd = os.open(directory(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_known(cluster: Cluster) -> bool:
+    """Whether the file of its name is of its keepers; another may have been launched since."""
+    with contextlib.suppress(RunError, UsageError):
+        return _rows(read(cluster.name)) == _rows(cluster)
+    return False
+
+
+def _forget(cluster: Cluster) -> None:
+    with contextlib.suppress(FileNotFoundError), _alone():
+        if _is_known(cluster):
+            _path(cluster.name).unlink()
+
+
 # ----------------------------------------------------------------------------- launch, look, stop
 
 
@@ -288,7 +314,7 @@ def _make_way(cluster: Cluster) -> None:
             f"there is a cluster {cluster.name} already ({states}): give --name another, or stop "
             f"that one, `dbctl stop-cluster {cluster.name}`"
         )
-    _path(cluster.name).unlink(missing_ok=True)
+    _forget(cluster)
 
 
 def look(cluster: Cluster) -> list[Seen]:
@@ -325,7 +351,7 @@ def stop(cluster: Cluster, *, force: bool = False) -> list[Seen]:
         else:
             found.append(_seen(one, reply))
     if force or all(one.state in ("stopped", "gone") for one in found):
-        _path(cluster.name).unlink(missing_ok=True)
+        _forget(cluster)
     return found
 
 
