@@ -23,7 +23,6 @@ socket and no run is left; and its directory with it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import selectors
@@ -50,9 +49,17 @@ from dbctl.keeper_start import (
     sweep,
     told,
 )
-from dbctl.process import RUN_SIGNALS, clear_runtime, log, one_line, read_line, signals_held
+from dbctl.process import (
+    RUN_SIGNALS,
+    clear_runtime,
+    escape_line,
+    log,
+    one_line,
+    read_line,
+    signals_held,
+)
 from dbctl.proctree import Process, children_of
-from dbctl.visitors import N_DESCRIPTORS, Visitor, peer_uid, tell
+from dbctl.visitors import N_DESCRIPTORS, Answers, Visitor, peer_uid, tell
 
 STAY = b"stay"
 STAY_LIMIT_S = 60.0  # twice what its launcher gives all hosts to get ready
@@ -68,6 +75,11 @@ RUNTIME = r"/tmp/dbctl-[0-9a-f]{16}-[0-9]+"
 _now = time.monotonic
 
 
+def _log(text: str) -> None:
+    """Names of runs are others' words."""
+    log("keeper", escape_line(text))
+
+
 @dataclass(kw_only=True)
 class Run:
     """One run's agent. `told` is what its controller says of the run, for the table."""
@@ -79,6 +91,7 @@ class Run:
     runtime: str
     since: float
     kill_at: float = inf
+    killed: bool = False
 
     def end(self) -> None:
         """As if its controller were gone; SIGKILL follows where that is not enough."""
@@ -125,6 +138,7 @@ class Keeper:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._visitors: list[Visitor] = []
         self._runs: list[Run] = []
+        self._answers = Answers(self._selector, SILENT_MAX)
         self._waiting: list[Visitor] = []  # for the end, which they asked for
         self._over = ""
         self._n_ended = 0  # runs that ended because it does
@@ -159,6 +173,7 @@ class Keeper:
                 key.data()
             now = _now()
             self._reap(now)
+            self._answers.drop(now)
             for visitor in [v for v in self._visitors if v.until <= now]:
                 self._drop(visitor, f"silent for {SILENT_LIMIT_S:g} s")
             if not self._runs and now - self._idle_since >= self._idle_s:
@@ -174,15 +189,16 @@ class Keeper:
     def _due(self) -> float:
         idle_at = inf if self._runs else self._idle_since + self._idle_s
         times = [v.until for v in self._visitors] + [run.kill_at for run in self._runs]
-        return min([idle_at, _now() + LOOK_S, *times])
+        return min([idle_at, _now() + LOOK_S, self._answers.due(), *times])
 
     def close(self) -> None:
         """Nothing of it is left, and those who asked for the end are told; for the end."""
         remove(self._directory)
         for visitor in self._waiting:
-            self._answer(visitor, {"stopped": True, "runs": self._n_ended})
-        for visitor in self._visitors:
+            tell(visitor.connection, stopped=True, runs=self._n_ended)
+        for visitor in self._waiting + self._visitors:
             visitor.close()
+        self._answers.drop()
         signal.set_wakeup_fd(-1)
         self._selector.close()
         for one in (self._listener, self._woken, self._waker):
@@ -194,11 +210,11 @@ class Keeper:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            log("keeper", f"cannot accept: {one_line(error)}")
+            _log(f"cannot accept: {one_line(error)}")
             time.sleep(0.05)  # out of descriptors: it would be ready again at once
             return
         if (uid := peer_uid(connection)) != os.getuid():
-            log("keeper", f"turned away a process of user {uid}")
+            _log(f"turned away a process of user {uid}")
             connection.close()
             return
         if len(self._visitors) >= SILENT_MAX:
@@ -208,7 +224,7 @@ class Keeper:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(visitor))
 
     def _drop(self, visitor: Visitor, why: str) -> None:
-        log("keeper", f"dropped a connection: {why}")
+        _log(f"dropped a connection: {why}")
         self._forget(visitor)
         tell(visitor.connection, error=why)
         visitor.close()
@@ -232,19 +248,13 @@ class Keeper:
                 self._run(visitor, request)
             case "status":
                 self._forget(visitor)
-                self._answer(visitor, self.status())
+                self._answers.give(visitor, self.status(), until=_now() + ANSWER_LIMIT_S)
             case "stop":
                 self._forget(visitor)
                 self._waiting.append(visitor)
                 self.stop("asked to")
             case other:
                 self._drop(visitor, f"expected to do run, status or stop, found {other!r}"[:200])
-
-    def _answer(self, visitor: Visitor, answer: dict[str, Any]) -> None:
-        visitor.connection.settimeout(ANSWER_LIMIT_S)
-        with contextlib.suppress(OSError):
-            visitor.connection.sendall(json.dumps(answer).encode() + b"\n")
-        visitor.close()
 
     def status(self) -> dict[str, Any]:
         now, children = _now(), children_of([run.process.pid for run in self._runs])
@@ -291,7 +301,7 @@ class Keeper:
             since=_now(),
         )
         self._runs.append(run)
-        log("keeper", f"run {run.told['run']}: agent {run.agent}, pid {process.pid}")
+        _log(f"run {run.told['run']}: agent {run.agent}, pid {process.pid}")
         tell(run.connection, agent=process.pid)
 
     def _fault(self, visitor: Visitor, request: dict[str, Any]) -> str:
@@ -309,21 +319,32 @@ class Keeper:
 
     def _reap(self, now: float) -> None:
         for run in list(self._runs):
-            if run.kill_at <= now:
-                run.process.kill()
-                run.kill_at = now + STOP_LIMIT_S
             status = run.process.poll()
+            if status is None and run.kill_at <= now:
+                if run.killed:
+                    self._give_up(run)
+                run.process.kill()
+                run.killed, run.kill_at = True, now + STOP_LIMIT_S
             if status is None:
                 continue
             self._runs.remove(run)
             self._idle_since = now
-            log("keeper", f"run {run.told['run']}: agent {run.agent} ended, status {status}")
+            _log(f"run {run.told['run']}: agent {run.agent} ended, status {status}")
             if status:
                 clear_runtime(run.runtime)  # a killed one could not
             if run.kill_at != inf:
                 tell(run.connection, said=STOPPED)  # the last word: an agent may have many
             tell(run.connection, ended=status)
             run.connection.close()
+
+    def _give_up(self, run: Run) -> None:
+        """Even SIGKILL waits for what an agent waits for in the kernel: a file server, say."""
+        self._runs.remove(run)
+        why = f"agent {run.agent}, pid {run.process.pid}, does not die: it is left alone"
+        _log(f"run {run.told['run']}: {why}")
+        tell(run.connection, said=STOPPED)
+        tell(run.connection, error=why)
+        run.connection.close()
 
 
 class GivenUp(Exception):
@@ -339,7 +360,7 @@ def _give_up(number: int, frame: FrameType | None) -> None:
 def main(argv: list[str]) -> int:
     """A keeper from its options to its end; 1 where it does not begin."""
     if argv != ["--stdin"]:
-        log("keeper", f"expected --stdin, found {' '.join(argv)!r}")
+        _log(f"expected --stdin, found {' '.join(argv)!r}")
         return 1
     for number in RUN_SIGNALS:
         signal.signal(number, _give_up)
@@ -348,12 +369,12 @@ def main(argv: list[str]) -> int:
         sweep()
         listener, directory = listen()
     except (OSError, ValueError, GivenUp) as error:
-        log("keeper", f"cannot begin: {one_line(error)}")
+        _log(f"cannot begin: {one_line(error)}")
         return 1
     try:
         say_ready(directory)
         if read_line(0, 100, limit_s=STAY_LIMIT_S) != STAY:
-            log("keeper", "ends: nobody told it to stay")
+            _log("ends: nobody told it to stay")
             remove(directory)
             return 1
         with signals_held():  # until there is a loop that they can end
@@ -361,15 +382,15 @@ def main(argv: list[str]) -> int:
             keeper = Keeper(listener, directory, cluster=options.cluster, idle_s=options.idle)
             keeper.handle_signals()
     except (OSError, GivenUp) as error:
-        log("keeper", f"ends: {one_line(error)}")
+        _log(f"ends: {one_line(error)}")
         remove(directory)
         return 1
     try:
         say_stays(directory)
-        log("keeper", f"of cluster {options.cluster}, pid {os.getpid()}")
-        log("keeper", f"ends: {keeper.serve()}")
+        _log(f"of cluster {options.cluster}, pid {os.getpid()}")
+        _log(f"ends: {keeper.serve()}")
     except BrokenPipeError:
-        log("keeper", "ends: nobody heard that it stays")
+        _log("ends: nobody heard that it stays")
     # Not after an exception: its log, with the traceback, stays until the next keeper sweeps it.
     keeper.close()
     return 0

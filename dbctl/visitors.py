@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import socket
 import struct
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from dbctl.agent_options import OPTIONS_BYTES_MAX
@@ -19,9 +21,12 @@ from dbctl.agent_options import OPTIONS_BYTES_MAX
 N_DESCRIPTORS = 2  # standard output and error of a run's agent
 
 
-@dataclass
+@dataclass(eq=False)
 class Visitor:
-    """A connection that has not yet said, in one line, what it wants."""
+    """A connection that has not yet said, in one line, what it wants.
+
+    Once it has, `data` is what is left of the answer; `until`: when its time is over.
+    """
 
     connection: socket.socket
     until: float
@@ -58,6 +63,50 @@ class Visitor:
     def close_descriptors(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.pop())
+
+
+class Answers:
+    """Those on their way, at most `n_most`: each is sent as fast as who asked takes it."""
+
+    def __init__(self, selector: selectors.BaseSelector, n_most: int) -> None:
+        self._selector = selector
+        self._n_most = n_most
+        self._left: list[Visitor] = []
+
+    def give(self, visitor: Visitor, answer: dict[str, Any], *, until: float) -> None:
+        """What can be sent at once is; the visitor is closed after the rest, or at `until`."""
+        visitor.data, visitor.until = bytearray(json.dumps(answer).encode() + b"\n"), until
+        if len(self._left) >= self._n_most:
+            self._leave(self._left[0])
+        self._left.append(visitor)
+        send = selectors.EVENT_WRITE
+        self._selector.register(visitor.connection, send, lambda: self._send(visitor))
+        self._send(visitor)
+
+    def _send(self, visitor: Visitor) -> None:
+        if visitor not in self._left:  # dropped in this very turn
+            return
+        try:
+            del visitor.data[: visitor.connection.send(visitor.data, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            return
+        except OSError:
+            visitor.data.clear()
+        if not visitor.data:
+            self._leave(visitor)
+
+    def _leave(self, visitor: Visitor) -> None:
+        self._left.remove(visitor)
+        self._selector.unregister(visitor.connection)
+        visitor.close()
+
+    def due(self) -> float:
+        return min((visitor.until for visitor in self._left), default=inf)
+
+    def drop(self, now: float = inf) -> None:
+        """Those that are late; all of them, for the end."""
+        for visitor in [one for one in self._left if one.until <= now]:
+            self._leave(visitor)
 
 
 def tell(connection: socket.socket, **words: object) -> None:

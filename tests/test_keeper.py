@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import selectors
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.keeper import RUNS_MAX, SILENT_MAX, node_name
 from dbctl.keeper_start import LOG, PREFIX, SOCKET, STOPPED
 from dbctl.proctree import children_of
-from dbctl.visitors import N_DESCRIPTORS, Visitor
+from dbctl.visitors import N_DESCRIPTORS, Answers, Visitor
 from tests.cluster.harness import state, wait_gone, wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -520,16 +521,94 @@ def test_another_user_is_turned_away(standing: Standing) -> None:
 
 
 def test_no_more_runs_than_its_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(keeper_start, "PARENT", str(tmp_path))
-    listener, directory = keeper_start.listen()
-    one = keeper.Keeper(listener, directory, cluster="a", idle_s=1.0)
+    one = a_keeper(tmp_path, monkeypatch)
     one._runs = [object()] * RUNS_MAX  # type: ignore[list-item]
     left, right = socket.socketpair()
     with left, right:
         fault = one._fault(Visitor(left, 0.0, descriptors=[1, 2]), {})
     assert fault == "64 runs are going on here, the most that there may be"
     one._selector.close()
-    listener.close()
+    one._listener.close()
+
+
+def a_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> keeper.Keeper:
+    """One in this process, whose loop nobody turns."""
+    monkeypatch.setattr(keeper_start, "PARENT", str(tmp_path))
+    listener, directory = keeper_start.listen()
+    return keeper.Keeper(listener, directory, cluster="a", idle_s=1.0)
+
+
+def test_who_does_not_read_an_answer_holds_nobody_up() -> None:
+    """It takes what a connection holds; the rest goes as it is read, or not at all."""
+    with selectors.DefaultSelector() as selector:
+        answers = Answers(selector, 2)
+        pairs = [socket.socketpair() for _ in range(3)]
+        answer = {"runs": "x" * 2_000_000}
+        begin = time.monotonic()
+        for number, (there, _) in enumerate(pairs):
+            answers.give(Visitor(there, 0.0), answer, until=10.0 + number)
+        assert time.monotonic() - begin < 1.0
+        assert [there.fileno() < 0 for there, _ in pairs] == [True, False, False], "at most two"
+        assert answers.due() == 11.0
+        read, here = bytearray(), pairs[2][1]
+        here.settimeout(LIMIT_S)
+        while not read.endswith(b"\n"):
+            read += here.recv(1 << 20)
+            for key, _ in selector.select(0.0):
+                key.data()
+        assert json.loads(read) == answer
+        assert pairs[2][0].fileno() < 0, "it has all"
+        answers.drop(10.9)
+        assert pairs[1][0].fileno() >= 0
+        answers.drop(11.0)
+        assert pairs[1][0].fileno() < 0
+        assert not selector.get_map()
+        for _, here in pairs:
+            here.close()
+
+
+class Deathless:
+    """As a process that waits for a file server, uninterruptibly."""
+
+    pid = 77
+
+    def __init__(self) -> None:
+        self.n_kills = 0
+
+    def kill(self) -> None:
+        self.n_kills += 1
+
+    def poll(self) -> None:
+        return None
+
+
+def test_an_agent_that_does_not_die_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = a_keeper(tmp_path, monkeypatch)
+    left, right = socket.socketpair()
+    agent = Deathless()
+    with left, right:
+        run = keeper.Run(
+            process=agent,  # type: ignore[arg-type]
+            connection=left,
+            agent="agent-\x1b0",
+            told={"run": "r"},
+            runtime="/tmp/none",
+            since=0.0,
+        )
+        one._runs = [run]
+        run.end()
+        for n_kills in (1, 2):
+            one._reap(run.kill_at)
+            assert agent.n_kills == n_kills
+        assert one._runs == []
+        said = [json.loads(line) for line in right.makefile()]
+    why = "agent agent-\x1b0, pid 77, does not die: it is left alone"
+    assert said == [{"said": STOPPED}, {"error": why}]
+    assert "run r: agent agent-\\x1b0, pid 77, does not die" in capsys.readouterr().err
+    one._selector.close()
+    one._listener.close()
 
 
 # ------------------------------------------------------------------------------------- the caller
