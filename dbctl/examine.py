@@ -26,8 +26,9 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dbctl.data.files import TooSlow, file_digest
 from dbctl.errors import DataError
@@ -88,9 +89,9 @@ class Facts(Struct, frozen=True, kw_only=True):
     workdir_fault: str
     free: int | None
     threads: dict[str, str]
-    clock: float
+    clock: Annotated[float, Meta(ge=0.0, le=1e11)]  # no NaN, which differs from nothing
     address_fault: str = ""
-    port: int = 0
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
     files: tuple[FileFacts, ...] = ()
 
 

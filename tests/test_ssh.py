@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 import dbctl
 from dbctl.agent_options import LET_GO
+from dbctl.caller import ANSWER
 from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.errors import LaunchError
+from dbctl.examine import Examination, Question
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch import ssh, ssh_words
 from dbctl.launch.base import AgentHandle
@@ -39,6 +42,7 @@ from dbctl.launch.ssh_words import (
     others,
     ssh_command,
 )
+from dbctl.launch.standing import ask, bring_up
 
 GOLDEN = Path(__file__).parent / "golden" / "ssh.txt"
 HOSTS = (
@@ -377,6 +381,79 @@ def test_an_early_end_is_told(fake: Fake) -> None:
         time.sleep(0.02)
     assert str(error).startswith("agent-0 on h0 ended early (ssh exit status 255)")
     assert "Timeout, server h0 not responding." in str(error)
+
+
+# --------------------------------------------------------------------- values of another form
+
+
+def ready(**fields: object) -> str:
+    """A script that says READY with these fields besides those that are wanted."""
+    wanted = {"endpoint": "ipc:///x", "version": dbctl.__version__, "protocol": PROTOCOL_VERSION}
+    return f"echo {shlex.quote('READY ' + json.dumps(wanted | fields))}"
+
+
+def facts(**other: object) -> dict[str, object]:
+    with Examination(Question(workdir="/tmp")) as looked:
+        return {**to_builtins(looked.facts), **other}
+
+
+@pytest.mark.parametrize(
+    ("script", "what"),
+    [
+        (ready(pid="x"), "said a READY line that is none (ValidationError: Expected `int`"),
+        (ready(facts=[]), "said a READY line that is none (ValidationError: Expected `object`"),
+        (ready(facts={}), "said of its host what is none: "),
+        (ready(facts=facts(clock=float("nan"))), "said of its host what is none: "),
+        (ready(facts=facts(clock=float("inf"))), "said of its host what is none: "),
+        (ready(facts=facts(port="x")), "said of its host what is none: "),
+        (ready(facts=facts(port=65536)), "said of its host what is none: "),
+        (f"printf 'READY '; printf '%030000d' 0 | tr 0 '['; {ready()}", "said a READY line that"),
+    ],
+)
+def test_a_host_that_says_what_cannot_be_is_not_ready(fake: Fake, script: str, what: str) -> None:
+    """Nor is a word of it used: hosts are asked whom they reach."""
+    host = "for last; do host=$before; before=$last; done"
+    good = (
+        f"{ready(facts=facts(port=1))}; read orders; read line; echo 'REACHED {{}}'; cat >/dev/null"
+    )
+    fake.says(f"{host}; if [ $host = h1 ]; then {good}; else {script}; cat >/dev/null; fi")
+    questions = {f"agent-{i}": {"address": "127.0.0.1"} for i in range(2)}
+    launcher = fake.launcher(2, asked=Asked(questions=questions))
+    launcher.start_async()
+    bad, other = launcher.wait_all()
+    assert str(bad).startswith(f"agent-0 on h0 {what}")
+    assert isinstance(other, AgentHandle)
+    assert other.answer is not None
+
+
+def test_whom_it_reaches_can_be_told_wrong_too(fake: Fake) -> None:
+    """And a port that nobody asked for is of no interest."""
+    said_there = """read orders; read line; echo 'REACHED {"a": 1}'; cat >/dev/null"""
+    fake.says(f"{ready(facts=facts(port=1))}; {said_there}")
+    launcher = fake.launcher(2, asked=Asked(questions={"agent-0": {"address": "127.0.0.1"}}))
+    launcher.start_async()
+    said = [str(one) for one in launcher.wait_all()]
+    assert [one.partition(":")[0] for one in said] == [
+        f"agent-{i} on h{i} said of its host what is none" for i in range(2)
+    ]
+
+
+@pytest.mark.parametrize("field", ["pid", "node"])
+def test_a_keeper_that_says_what_cannot_be_does_not_stay(fake: Fake, field: str) -> None:
+    said_there = f"""read orders; read line; echo 'STAYS {{"{field}": []}}'; cat >/dev/null"""
+    fake.says(f'case "$*" in *keeper*) {ready()}; {said_there} ;; *) echo x >> stopped ;; esac')
+    with pytest.raises(ExceptionGroup) as caught:
+        bring_up("c", [HostSpec(name="a")])
+    assert "said a STAYS line that is none" in str(caught.value.exceptions[0])
+    assert (fake.directory / "stopped").exists(), "it may have stayed"
+
+
+def test_an_answer_to_stop_is_what_it_can_be(fake: Fake) -> None:
+    for said, is_answer in (('"x"', False), ("3", True)):
+        answer = f'{ANSWER.strip()} {{"stopped": true, "runs": {said}}}'
+        fake.says(f"cat >/dev/null & echo '{answer}'")
+        (found,) = ask([(HostSpec(name="a"), "/s", "")], "stop")
+        assert isinstance(found, dict) == is_answer, found
 
 
 if __name__ == "__main__":

@@ -24,13 +24,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct, ValidationError, convert
 
 import dbctl
 from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.errors import LaunchError
 from dbctl.plan import NodeSpec
-from dbctl.process import escape
+from dbctl.process import escape, one_line
 from dbctl.wire import Start
 
 if TYPE_CHECKING:
@@ -176,9 +178,18 @@ class NotReady(Exception):
 class SaidLine:
     """Looks for a line `WORD {JSON}` in what a program's standard output brings, chunk by chunk."""
 
-    def __init__(self, word: str, data: bytes = b"", *, limit: int = READY_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        word: str,
+        data: bytes = b"",
+        *,
+        form: type[Struct] | None = None,
+        limit: int = READY_BYTES_MAX,
+    ) -> None:
+        """`form`: what the fields must be that it names; others may come too."""
         self.word = word
         self.data = data
+        self._form = form
         self._limit = limit
 
     def feed(self, chunk: bytes) -> dict[str, object] | None:
@@ -202,24 +213,46 @@ class SaidLine:
     def _fields(self, line: bytes) -> dict[str, object]:
         try:
             fields = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
             raise NotReady(f"said a {self.word} line that is none{_words(line)}")
+        self.check(fields, line)
         return fields
+
+    def check(self, fields: dict[str, object], line: bytes) -> None:
+        """NotReady: they are of another form."""
+        if self._form is not None:
+            try:
+                convert(fields, self._form)
+            except ValidationError as error:
+                what = f"said a {self.word} line that is none ({one_line(error)})"
+                raise NotReady(f"{what}{_words(line)}") from None
 
     def late(self) -> NotReady:
         return NotReady(f"did not say {self.word} in time{_words(self.data)}")
+
+
+class Ready(Struct, frozen=True, kw_only=True):
+    """What a READY line says besides its version; what is in `facts` is judged where it is asked
+    for (dbctl/launch/ssh.py).
+    """
+
+    endpoint: str
+    pid: int = 0
+    python: str = ""
+    memory: str = ""
+    facts: dict[str, Any] = {}
 
 
 class ReadyLine(SaidLine):
     """An agent's READY line; NotReady: it is of another version, too."""
 
     def __init__(self) -> None:
-        super().__init__("READY")
+        super().__init__("READY", form=Ready)
 
-    def _fields(self, line: bytes) -> dict[str, object]:
-        fields = super()._fields(line)
+    def check(self, fields: dict[str, object], line: bytes) -> None:
+        """The version first: lines of others may have another form."""
         if not isinstance(fields.get("endpoint"), str):
             raise NotReady(f"said a READY line that is none{_words(line)}")
         here = (dbctl.__version__, PROTOCOL_VERSION)
@@ -229,7 +262,7 @@ class ReadyLine(SaidLine):
                 f"is dbctl {there[0]} with protocol {there[1]}, expected {here[0]} with {here[1]}: "
                 "install the same version on every host"
             )
-        return fields
+        super().check(fields, line)
 
 
 def read_ready(process: subprocess.Popen[bytes], deadline: float) -> dict[str, object]:

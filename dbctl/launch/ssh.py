@@ -18,11 +18,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
-from dbctl.launch.base import AgentHandle, Answer, NotReady, ReadyLine
+from dbctl.launch.base import AgentHandle, Answer, ReadyLine
 from dbctl.launch.ssh_talk import Talk, end_all, hear
 from dbctl.launch.ssh_words import (
     NOTHING,
@@ -36,6 +36,11 @@ from dbctl.launch.ssh_words import (
     ssh_command,
 )
 from dbctl.process import memory_domain, one_line
+
+if TYPE_CHECKING:
+    from dbctl.examine import Facts
+
+T = TypeVar("T")
 
 READY_LIMIT_S = 30.0
 REACH_LIMIT_S = 10.0  # of an answer that the host bounds to four seconds
@@ -58,38 +63,50 @@ class _Attempt:
             socket=one.forwarded,
         )
         self.fields: dict[str, Any] = {}
-        self.reached: dict[str, Any] = {}
+        self.facts: Facts | None = None
+        self.reached: dict[str, str] = {}
         self.heard_s = 0.0
 
     def take_ready(self) -> bool:
-        """Whether it is ready."""
+        """Whether it is ready, and what it says of its host, if it does, can be that."""
+        from dbctl.examine import Facts
+
         if self.talk.error is None:
             assert self.talk.heard is not None
             self.fields, self.heard_s = self.talk.heard, self.talk.heard_s
+            if "facts" in self.fields:
+                self.facts = self._converted(self.fields["facts"], Facts)
         return self.talk.error is None
 
     def take_reached(self) -> None:
-        self.reached = self.talk.heard or {}
+        if self.talk.error is None:
+            self.reached = self._converted(self.talk.heard, dict[str, str]) or {}
+
+    def _converted(self, said: object, form: type[T]) -> T | None:
+        """None, and an error of the talk: it is of another form."""
+        import msgspec
+
+        try:
+            return msgspec.convert(said, form)
+        except msgspec.ValidationError as error:
+            what = f"said of its host what is none: {one_line(error)}"
+            self.talk.error = self.talk.failed(what)
+            return None
 
     def ask(self, ports: Mapping[str, tuple[str, int]]) -> None:
         """Which of the others, who listen at `ports`, it reaches."""
         self.talk.ask(others(ports, self.one.agent), "REACHED")
 
     def answer(self) -> Answer | None:
-        """What it said of its host. NotReady: that is of another form."""
-        import msgspec
-
-        from dbctl.examine import Facts
-
-        if "facts" not in self.fields:
+        """What it said of its host."""
+        if self.facts is None:
             return None
-        try:
-            facts = msgspec.convert(self.fields["facts"], Facts)
-            reached = msgspec.convert(self.reached, dict[str, str])
-        except msgspec.ValidationError as error:
-            raise NotReady(f"said of its host what is none: {one_line(error)}") from error
-        asked_s, heard_s = self.talk.asked_s, self.heard_s
-        return Answer(facts=facts, reached=reached, asked_s=asked_s, heard_s=heard_s)
+        return Answer(
+            facts=self.facts,
+            reached=self.reached,
+            asked_s=self.talk.asked_s,
+            heard_s=self.heard_s,
+        )
 
 
 class SshLauncher:
@@ -151,23 +168,17 @@ class SshLauncher:
             hear([one.talk for one in ready], deadline, interrupted=self._interrupted)
             for attempt in ready:
                 attempt.take_reached()
-        return [self._outcome(attempt) for attempt in self._attempts]
+        return [attempt.talk.error or self._handle(attempt) for attempt in self._attempts]
 
     def _ports(self, ready: list[_Attempt]) -> dict[str, tuple[str, int]]:
         """Where each listens that could."""
         found = {}
         for attempt in ready:
             name = attempt.one.agent
-            port = attempt.fields.get("facts", {}).get("port", 0)
-            if port:
-                found[name] = (str(self._asked.of(name)["address"]), int(port))
+            address = self._asked.of(name).get("address")
+            if address and attempt.facts is not None and attempt.facts.port:
+                found[name] = (str(address), attempt.facts.port)
         return found
-
-    def _outcome(self, attempt: _Attempt) -> AgentHandle | LaunchError:
-        try:
-            return attempt.talk.error or self._handle(attempt)
-        except NotReady as error:
-            return attempt.talk.failed(str(error))
 
     def _all_of(self, errors: list[LaunchError]) -> LaunchError:
         if len(errors) == 1:

@@ -26,6 +26,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
+from msgspec import Struct
+
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import NotReady, SaidLine, ending
@@ -126,9 +128,9 @@ class Talk:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(text.encode())
 
-    def ask(self, text: str, word: str) -> None:
-        """One more line, and the word of the one that answers it."""
-        self.heard, self._said = None, SaidLine(word)
+    def ask(self, text: str, word: str, *, form: type[Struct] | None = None) -> None:
+        """One more line; the word of the one that answers it, and the form of its fields."""
+        self.heard, self._said = None, SaidLine(word, form=form)
         self._tell(text)
 
     def fd(self) -> int:

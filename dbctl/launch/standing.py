@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from dbctl.caller import ANSWER, NO_KEEPER
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
@@ -47,6 +49,20 @@ class Keeper:
     pid: int
     python: str
     node: str = ""
+
+
+class Stays(Struct, frozen=True, kw_only=True):
+    """What a keeper answers to STAY."""
+
+    pid: int = 0
+    node: str = ""
+
+
+class Stopped(Struct, frozen=True, kw_only=True):
+    """What a keeper answers to `stop`: `runs` that it ended."""
+
+    stopped: bool = False
+    runs: int = 0
 
 
 def options(cluster: str, host: HostSpec, *, idle_s: float | None = None) -> str:
@@ -85,7 +101,7 @@ def bring_up(
             ready = [talk.heard or {} for talk in talks]
             try:
                 for talk in talks:
-                    talk.ask(f"{STAY.decode()}\n", "STAYS")
+                    talk.ask(f"{STAY.decode()}\n", "STAYS", form=Stays)
                 hear(talks, time.monotonic() + STAYS_LIMIT_S)
                 _check(talks)
             except BaseException:
@@ -129,6 +145,7 @@ def ask(rows: Sequence[tuple[HostSpec, str, str]], what: str) -> list[Reply]:
     """
     if not rows:
         return []
+    form = Stopped if what == "stop" else None
     with tempfile.TemporaryDirectory(prefix="dbctl-ask-") as logs:
         talks = [
             Talk(
@@ -136,7 +153,7 @@ def ask(rows: Sequence[tuple[HostSpec, str, str]], what: str) -> list[Reply]:
                 host,
                 dbctl_command(host, "caller", socket, *([node] if node else [])),
                 text=json.dumps({"do": what}) + "\n",
-                make_said=lambda: SaidLine(ANSWER.strip(), limit=ANSWER_BYTES_MAX),
+                make_said=lambda: SaidLine(ANSWER.strip(), form=form, limit=ANSWER_BYTES_MAX),
                 log_path=Path(logs) / f"{number}.log",
             )
             for number, (host, socket, node) in enumerate(rows)
