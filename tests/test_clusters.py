@@ -500,6 +500,7 @@ def test_each_host_has_its_state(place: Place, monkeypatch: pytest.MonkeyPatch) 
         place.mend(name)
     stopped = {one.host.name: one.state for one in stop(cluster)}
     assert stopped == dict.fromkeys("abcd", "stopped") | {"e": "gone"}
+    assert found["e"].why == "it was killed, and runs that were on it may go on"
     assert known() == []
     for path in place.keepers():  # of the killed one
         shutil.rmtree(path)

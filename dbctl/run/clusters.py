@@ -326,7 +326,10 @@ def look(cluster: Cluster) -> list[Seen]:
 def _seen(one: Keeper, reply: Reply) -> Seen:
     if isinstance(reply, LaunchError):
         if is_gone(reply):
-            return Seen(host=one.host, state="gone")
+            # Who ends by itself takes its socket with it.
+            killed = "ConnectionRefusedError" in reply.log_tail
+            why = "it was killed, and runs that were on it may go on" if killed else ""
+            return Seen(host=one.host, state="gone", why=why)
         why = "; ".join([reply.what, *reply.log_tail.splitlines()[-1:]])
         return Seen(host=one.host, state="unreachable", why=why)
     try:
