@@ -21,6 +21,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,34 @@ def test_an_installed_dbctl_knows_its_needs_too(monkeypatch: pytest.MonkeyPatch)
         metadata = archive.read(f"dbctl-{dbctl.__version__}.dist-info/METADATA").decode()
     assert "Requires-Python: >=3.12\nRequires-Dist: numpy>=2.0\nRequires-Dist: x;" in metadata
     assert "numba" not in metadata
+
+
+def test_a_dbctl_that_was_copied_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pip and without its source tree: nothing says what it needs."""
+
+    def missing(name: str) -> object:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(wheel, "checkout", lambda: None)
+    monkeypatch.setattr(wheel, "distribution", missing)
+    with pytest.raises(LaunchError) as caught:
+        bring([HostSpec(name="a")])
+    assert str(caught.value) == (
+        f"dbctl in {ROOT / 'dbctl'} is neither in a source tree nor installed: its needs are not "
+        "known; install dbctl here with pip, or run it from its source tree"
+    )
+
+
+@pytest.mark.parametrize("damage", ["unreadable", "no toml", "no project"])
+def test_a_dbctl_that_is_damaged_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damage: str
+) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project" if damage == "no toml" else "")
+    if damage == "unreadable":
+        (tmp_path / "pyproject.toml").unlink()
+    monkeypatch.setattr(wheel, "checkout", lambda: tmp_path)
+    with pytest.raises(LaunchError, match=r"cannot be packed for other hosts: .*; install dbctl"):
+        make_wheel()
 
 
 # ------------------------------------------------------------------------------------- the program

@@ -16,11 +16,13 @@ import zipfile
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import dbctl
+from dbctl.errors import LaunchError
 from dbctl.launch.ssh_words import checkout
+from dbctl.process import one_line
 
 WHEEL = """\
 Wheel-Version: 1.0
@@ -45,8 +47,20 @@ class Wheel:
 
 
 def make_wheel() -> Wheel:
-    """PackageNotFoundError: neither a checkout nor an installed distribution runs here."""
+    """LaunchError: dbctl here is neither a checkout nor an installed distribution, or damaged."""
     package = Path(dbctl.__file__).resolve().parent
+    do = "install dbctl here with pip, or run it from its source tree"
+    try:
+        return _made(package)
+    except PackageNotFoundError:
+        what = f"in {package} is neither in a source tree nor installed: its needs are not known"
+        raise LaunchError("dbctl", what, about="bootstrap", cure=do) from None
+    except (OSError, ValueError, KeyError) as error:
+        what = f"in {package} cannot be packed for other hosts: {one_line(error)}"
+        raise LaunchError("dbctl", what, about="bootstrap", cure=do) from error
+
+
+def _made(package: Path) -> Wheel:
     info = f"dbctl-{dbctl.__version__}.dist-info"
     files = {
         f"dbctl/{path.relative_to(package).as_posix()}": path.read_bytes()
