@@ -26,7 +26,7 @@ from dbctl.cli.main import main
 from dbctl.errors import ExperimentError, LaunchError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import HostSpec, SshCluster
-from dbctl.keeper_start import STOPPED
+from dbctl.keeper_start import LOG, STOPPED
 from dbctl.launch import standing
 from dbctl.launch.base import ReadyLine
 from dbctl.launch.ssh_talk import Talk
@@ -353,10 +353,9 @@ def test_a_host_that_ends_what_a_user_leaves_is_told(place: Place) -> None:
 def test_another_command_was_faster(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     bring_up = clusters.bring_up
 
-    def slowly(name: str, hosts: Any) -> Any:
-        found = bring_up(name, hosts)
+    def slowly(name: str, hosts: Any, **more: Any) -> Any:
         a_cluster("other")
-        return found
+        return bring_up(name, hosts, **more)
 
     monkeypatch.setattr(clusters, "bring_up", slowly)
     with pytest.raises(UsageError, match="another command has just launched a cluster lab"):
@@ -388,12 +387,59 @@ def test_ctrl_c_while_hosts_come_up_leaves_nothing(place: Place) -> None:
     wait_until(lambda: not place.keepers(), 5.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "status"), [("SIGTERM", 75), ("SIGHUP", 75), ("SIGINT", 130), ("SIGKILL", -9)]
+)
+def test_a_signal_after_hosts_were_told_to_stay_leaves_no_unknown_keeper(
+    place: Place, name: str, status: int
+) -> None:
+    """The second signal does not cut off the end of what the first has ended."""
+    place.spoil("b", 'case "$3" in *--stdin*) sh -c "$3" | grep --line-buffered -v STAYS;'
+                     ' cat;; *) sh -c "$3";; esac; exit')  # fmt: skip
+    words = [sys.executable, "-m", "dbctl", "launch-cluster", place.hosts("a", "b")]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(known)
+        assert read("lab").keepers[0].pid == 0, "it is written before any stays"
+        wait_until(lambda: "of cluster lab" in " ".join(map(log_of, place.keepers())))
+        for _ in range(2):
+            process.send_signal(signal.Signals[name])
+            time.sleep(0.2)
+        _, err = process.communicate(timeout=20.0)
+    assert process.returncode == status
+    if name == "SIGKILL":
+        assert {one.state for one in look(read("lab"))} == {"up"}
+        stop(read("lab"))
+    else:
+        assert err.count("before the cluster was up") == 1, err
+        assert err.count("\n") == 1, err
+    assert known() == []
+    assert place.keepers() == []
+
+
+def log_of(directory: Path) -> str:
+    path = directory / LOG
+    return path.read_text() if path.exists() else ""
+
+
+def test_what_could_not_be_taken_back_is_not_forgotten(place: Place) -> None:
+    """The way to the host is lost after it was told to stay."""
+    place.spoil("b", 'case "$3" in *--stdin*) sh -c "$3" | grep --line-buffered -v STAYS; exit 0;;'
+                     " *) exit 255;; esac")  # fmt: skip
+    told: list[str] = []
+    with pytest.raises(LaunchError):
+        launch(place.hosts("a", "b"), None, tell=told.append)
+    assert told == ["warning: b: its agent may live: `dbctl stop-cluster lab` ends it"]
+    place.mend("b")
+    assert [one.state for one in stop(read("lab"))] == ["gone", "stopped"]
+    assert known() == []
+
+
 def test_dbctl_is_brought_before_keepers_come_up(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run, and are asked, with the Python that was made."""
 
-    def bring(hosts: Any, *, tell: Any) -> Any:
+    def bring(hosts: Any, *, interrupted: Any, tell: Any) -> Any:
         tell("bringing dbctl")
         return tuple(replace(host, python=place.python) for host in hosts)
 

@@ -31,20 +31,27 @@ def cluster_of(name: str | None, *, bootstrap: bool) -> Cluster | None:
 @click.option("--name", metavar="NAME", help="What to call it; default: the file's name.")
 @click.option("--bootstrap", is_flag=True, help="Bring dbctl to the hosts first.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def launch_cluster(*, hosts: str, name: str | None, bootstrap: bool, as_json: bool) -> None:
+def launch_cluster(*, hosts: str, name: str | None, bootstrap: bool, as_json: bool) -> int:
     """Start an agent on each host of a file, and leave them running.
 
     `dbctl train --cluster NAME` runs on them. They end by `dbctl stop-cluster NAME`, or after 12
     hours without a run.
     """
     from dbctl.run import clusters, show
+    from dbctl.run.signals import Interrupted, Signals
 
-    cluster = clusters.launch(hosts, name, bootstrap=bootstrap, tell=_tell)
+    with Signals() as signals:
+        try:
+            cluster = clusters.launch(hosts, name, bootstrap=bootstrap, signals=signals, tell=_tell)
+        except Interrupted:
+            _tell(f"dbctl: error: {signals.status} before the cluster was up")
+            return 130 if signals.status == "interrupted" else 75
     if as_json:
         click.echo(json.dumps(show.launched_object(cluster)))
-        return
+        return 0
     for line in show.launched_lines(cluster):
         click.echo(line)
+    return 0
 
 
 @click.command("stop-cluster")

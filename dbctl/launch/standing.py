@@ -4,9 +4,10 @@ Rules of this file: all hosts at once, over ssh, each with its own outcome; ever
 How a keeper works is in `dbctl.keeper`; runs reach it by `dbctl.launch.ssh`.
 
 Theory of operation. A keeper says READY and stays only when told so, which happens once all are
-ready: until then each ends with its ssh, so a failure anywhere leaves nothing. Whoever does not
-answer to that last word leaves the others to be stopped. Questions go through `dbctl.caller`, and
-only it can tell a keeper that is gone from a host that cannot be reached.
+ready: until then each ends with its ssh, so a failure anywhere leaves nothing. Where they are is
+written down before that word: whoever does not answer to it leaves others, which are stopped.
+Questions go through `dbctl.caller`, and only it can tell a keeper that is gone from a host that
+cannot be reached.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,19 @@ def options(cluster: str, host: HostSpec, *, idle_s: float | None = None) -> str
 
 
 def bring_up(
-    cluster: str, hosts: Sequence[HostSpec], *, idle_s: float | None = None
+    cluster: str,
+    hosts: Sequence[HostSpec],
+    *,
+    keep: Callable[[list[Keeper]], object],
+    interrupted: Callable[[], bool] = lambda: False,
+    idle_s: float | None = None,
 ) -> list[Keeper]:
-    """One keeper on each host, or none: then an ExceptionGroup has the LaunchErrors of all."""
+    """One keeper on each host; else an ExceptionGroup has the LaunchErrors of all.
+
+    `keep` is told where they are, once all are ready and before any stays. Where it was not, or
+    raised, none stays; after a later failure, or once `interrupted`, some may: they are to be
+    stopped.
+    """
     with tempfile.TemporaryDirectory(prefix="dbctl-launch-") as logs:
         talks = [
             Talk(
@@ -96,31 +107,35 @@ def bring_up(
         try:
             for talk in talks:
                 talk.start()
-            hear(talks, time.monotonic() + READY_LIMIT_S)
+            hear(talks, time.monotonic() + READY_LIMIT_S, interrupted=interrupted)
             _check(talks)
-            ready = [talk.heard or {} for talk in talks]
-            try:
-                for talk in talks:
-                    talk.ask(f"{STAY.decode()}\n", "STAYS", form=Stays)
-                hear(talks, time.monotonic() + STAYS_LIMIT_S)
-                _check(talks)
-            except BaseException:
-                ask(
-                    [(h, str(r["endpoint"]), "") for h, r in zip(hosts, ready, strict=True)], "stop"
-                )
-                raise
+            ready = [_ready(talk) for talk in talks]
+            keep(ready)
+            for talk in talks:
+                talk.ask(f"{STAY.decode()}\n", "STAYS", form=Stays)
+            hear(talks, time.monotonic() + STAYS_LIMIT_S, interrupted=interrupted)
+            _check(talks)
         finally:
             end_all(talks, END_LIMIT_S)
         return [
-            Keeper(
-                host=talk.host,
-                socket=str(fields["endpoint"]),
+            replace(
+                keeper,
                 pid=int((talk.heard or {}).get("pid", 0)),
-                python=str(fields.get("python", "")),
                 node=str((talk.heard or {}).get("node", "")),
             )
-            for talk, fields in zip(talks, ready, strict=True)
+            for talk, keeper in zip(talks, ready, strict=True)
         ]
+
+
+def _ready(talk: Talk) -> Keeper:
+    """Before it stays: its process is not yet the one that will."""
+    fields = talk.heard or {}
+    return Keeper(
+        host=talk.host,
+        socket=str(fields["endpoint"]),
+        pid=0,
+        python=str(fields.get("python", "")),
+    )
 
 
 def _check(talks: Sequence[Talk]) -> None:

@@ -2,7 +2,7 @@
 
     $XDG_STATE_HOME/dbctl/clusters/NAME.json      (default ~/.local/state), 0600 in a 0700 directory
 
-Rules of this file: a file is there from the moment that keepers stay until all of them are gone;
+Rules of this file: a file is there before any keeper stays and until all of them are gone;
 what hosts are given in `env` is in it. Several commands may work at once: a file appears whole or
 not at all, and only where there was none; it goes only where it is of the very keepers that are
 gone.
@@ -38,6 +38,7 @@ from dbctl.launch.standing import Keeper, Reply, ask, bring_up, is_gone
 from dbctl.progress.text import counted
 from dbctl.run.bootstrap import bootstrap as bring_dbctl
 from dbctl.run.findings import of_error, refusal
+from dbctl.run.signals import Signals
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 FILE_VERSION = 1
@@ -190,7 +191,7 @@ def _path(name: str) -> Path:
     return directory() / f"{name}.json"
 
 
-def _write(cluster: Cluster) -> None:
+def _write(cluster: Cluster, place: Callable[[Path, Path], object] = os.link) -> None:
     """FileExistsError: there is one of that name; OSError: it cannot be written."""
     path = _path(cluster.name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -201,7 +202,7 @@ def _write(cluster: Cluster) -> None:
             file.write(msgspec.json.format(msgspec.json.encode(cluster), indent=2) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path)  # unlike a rename, it takes nobody's place
+        place(temporary, path)  # a link, unlike a rename, takes nobody's place
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -221,8 +222,17 @@ def _alone() -> Iterator[None]:
 def _is_known(cluster: Cluster) -> bool:
     """Whether the file of its name is of its keepers; another may have been launched since."""
     with contextlib.suppress(RunError, UsageError):
-        return _rows(read(cluster.name)) == _rows(cluster)
+        there = read(cluster.name).keepers
+        return [one.socket for one in there] == [one.socket for one in cluster.keepers]
     return False
+
+
+def _renew(cluster: Cluster) -> None:
+    """Writes what is known of its keepers by now; UsageError: it was stopped meanwhile."""
+    with _alone():
+        if not _is_known(cluster):
+            raise UsageError(f"cluster {cluster.name} was stopped while it was launched")
+        _write(cluster, os.replace)
 
 
 def _forget(cluster: Cluster) -> None:
@@ -239,13 +249,16 @@ def launch(
     name: str | None,
     *,
     bootstrap: bool = False,
+    signals: Signals | None = None,
     tell: Callable[[str], object] = nobody,
 ) -> Cluster:
     """Keepers on all hosts of a file, or on none. `bootstrap`: dbctl is brought there first.
 
-    ExperimentError, UsageError: the file or the name; LaunchError: all hosts where none came up.
-    `tell` is told what takes its time.
+    ExperimentError, UsageError: the file or the name; LaunchError: all hosts where none came up;
+    Interrupted: one of `signals` has come. `tell` is told what takes its time, and of keepers that
+    could not be stopped.
     """
+    signals = signals if signals is not None else Signals()
     name = name if name is not None else Path(path).stem
     file = _path(name)
     hosts = load_hosts(path)
@@ -253,16 +266,38 @@ def launch(
         _make_way(read(name))
     for other, shared in _shared(name, hosts):
         tell(f"warning: {shared} in cluster {other}, too: the runs of both share what is there")
-    if bootstrap:
-        hosts = bring_dbctl(hosts, tell=tell)
+    written: list[Cluster] = []
+
+    def interrupted() -> bool:
+        return signals.count > 0
+
+    def keep(keepers: list[Keeper]) -> None:
+        signals.check()
+        written.append(_begun(name, keepers))
+
     try:
-        keepers = bring_up(name, hosts)
-    except ExceptionGroup as group:
-        error = refusal(
-            [of_error(e) for e in group.exceptions if isinstance(e, LaunchError)], len(hosts)
-        )
-        assert error is not None
-        raise error from group
+        if bootstrap:
+            hosts = bring_dbctl(hosts, interrupted=interrupted, tell=tell)
+        keepers = bring_up(name, hosts, keep=keep, interrupted=interrupted)
+        cluster = msgspec.structs.replace(written[0], keepers=tuple(keepers))
+        _renew(cluster)
+        _check_that_they_stay(cluster)
+        signals.check()
+    except BaseException as error:
+        for one in written:
+            _take_back(one, tell)
+        signals.check()
+        if isinstance(error, ExceptionGroup):
+            errors = [of_error(e) for e in error.exceptions if isinstance(e, LaunchError)]
+            refused = refusal(errors, len(hosts))
+            assert refused is not None
+            raise refused from error
+        raise
+    return cluster
+
+
+def _begun(name: str, keepers: Sequence[Keeper]) -> Cluster:
+    """A new cluster, written down; UsageError: it cannot be."""
     cluster = Cluster(
         version=FILE_VERSION,
         name=name,
@@ -272,16 +307,19 @@ def launch(
         keepers=tuple(keepers),
     )
     try:
-        _check_that_they_stay(cluster)
         _write(cluster)
-    except BaseException as error:
-        ask(_rows(cluster), "stop")
-        if isinstance(error, FileExistsError):
-            raise UsageError(f"another command has just launched a cluster {name}") from error
-        if isinstance(error, OSError):
-            raise UsageError(f"{file}: cannot be written: {reason(error)}") from error
-        raise
+    except FileExistsError as error:
+        raise UsageError(f"another command has just launched a cluster {name}") from error
+    except OSError as error:
+        raise UsageError(f"{_path(name)}: cannot be written: {reason(error)}") from error
     return cluster
+
+
+def _take_back(cluster: Cluster, tell: Callable[[str], object]) -> None:
+    """Stops what may stay of it; it is forgotten only where nothing does."""
+    if left := [one.host.name for one in stop(cluster) if one.state not in ("stopped", "gone")]:
+        do = f"`dbctl stop-cluster {cluster.name}` ends it"
+        tell(f"warning: {', '.join(left)}: its agent may live: {do}")
 
 
 def _shared(name: str, hosts: Sequence[HostSpec]) -> Iterator[tuple[str, str]]:
