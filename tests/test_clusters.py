@@ -29,6 +29,7 @@ from dbctl.experiment.specs import HostSpec, SshCluster
 from dbctl.keeper_start import LOG, STOPPED
 from dbctl.launch import standing
 from dbctl.launch.base import ReadyLine
+from dbctl.launch.ssh import _Attempt
 from dbctl.launch.ssh_talk import Talk
 from dbctl.launch.ssh_words import (
     NOTHING,
@@ -182,6 +183,27 @@ def test_an_ended_cluster_is_told_whatever_came_beside_it(tmp_path: Path) -> Non
     assert error.about == "cluster"
     gone = f"caller {NO_KEEPER}: FileNotFoundError\nchannel 2: open failed: connect failed"
     assert diagnose(a_host(), 69, gone).fault == "its standing agent is gone"
+
+
+@pytest.mark.parametrize(
+    "said", ["No module named dbctl", "No module named 'zmq'", "install the same version"]
+)
+def test_to_a_cluster_that_stands_dbctl_is_not_brought(said: str) -> None:
+    cures = [
+        diagnose(a_host(), 1, said, of_cluster=of_cluster).cure for of_cluster in (True, False)
+    ]
+    assert cures[0] == (
+        "stop that cluster (`dbctl stop-cluster`) and launch it again with --bootstrap"
+    )
+    assert cures[1].startswith("let --bootstrap bring it")
+
+
+def test_a_run_on_a_cluster_knows_that_it_is_on_one(tmp_path: Path) -> None:
+    for keeper, word in (("/s", "launch it again with --bootstrap"), ("", "let --bootstrap")):
+        one = errand("agent-0", a_host(), runtime="/run/x", token="t", keeper=keeper)
+        agent = _Attempt(one, "", tmp_path / "agent-0.log")
+        error = agent.talk.failed("install the same version on every host")
+        assert word in error.cure
 
 
 # --------------------------------------------------------------------------------- the files

@@ -61,6 +61,7 @@ class _Attempt:
             make_said=ReadyLine,
             log_path=log_path,
             socket=one.forwarded,
+            of_cluster=bool(one.keeper),
         )
         self.fields: dict[str, Any] = {}
         self.facts: Facts | None = None

@@ -51,6 +51,7 @@ class Talk:
     `make_said`: what is expected first.
 
     `name` is what errors call the other end. `socket` is forwarded by ssh to here: "" or a path.
+    `of_cluster`: a keeper is at the other end.
     `heard` are the fields of the line that is expected now, once it came; `error` is set where
     it never will.
     """
@@ -65,6 +66,7 @@ class Talk:
         make_said: Callable[[], SaidLine],
         log_path: Path,
         socket: str = "",
+        of_cluster: bool = False,
     ) -> None:
         self.name = name
         self.host = host
@@ -78,6 +80,7 @@ class Talk:
         self._make_said = make_said
         self._said = make_said()
         self._socket = socket
+        self._of_cluster = of_cluster
         self._log_start = 0
         self._n_tries = 0
         self._again_until = 0.0
@@ -183,7 +186,8 @@ class Talk:
         if status is not None:
             whose = "ssh " if status == SSH_FAILED else ""
             parts[0] += f" ({whose}{ending(status)})"
-        found = diagnose(self.host, status, f"{what}\n{said}")
+        words = f"{what}\n{said}"
+        found = diagnose(self.host, status, words, of_cluster=self._of_cluster)
         if found.fault == CLUSTER_STOPPED:
             # Somebody wanted that: how the agent and ssh took it is of no interest.
             text = f"ended: {found.fault}"

@@ -213,15 +213,20 @@ class Diagnosis(NamedTuple):
     cure: str
 
 
-def diagnose(host: HostSpec, status: int | None, said: str) -> Diagnosis:
-    """From the exit status and the words; a cure of "" where only they tell."""
+def diagnose(
+    host: HostSpec, status: int | None, said: str, *, of_cluster: bool = False
+) -> Diagnosis:
+    """From the exit status and the words; a cure of "" where only they tell.
+
+    `of_cluster`: a keeper was to be spoken to; dbctl is brought there only when it is launched.
+    """
     python = host.python
-    bring = how_to_bring(host, checkout())
+    anew = "stop that cluster (`dbctl stop-cluster`) and launch it again"
+    bring = f"{anew} with --bootstrap" if of_cluster else how_to_bring(host, checkout())
     if STOPPED in said:
         return Diagnosis("cluster", CLUSTER_STOPPED, "")
     if NO_KEEPER in said:
-        do = "stop that cluster (`dbctl stop-cluster`) and launch it again"
-        return Diagnosis("cluster", "its standing agent is gone", do)
+        return Diagnosis("cluster", "its standing agent is gone", anew)
     if "No module named dbctl" in said:
         return Diagnosis("dbctl", f"dbctl is not there for {python}", bring)
     if missing := _NO_MODULE.search(said):

@@ -170,6 +170,7 @@ def ask(rows: Sequence[tuple[HostSpec, str, str]], what: str) -> list[Reply]:
                 text=json.dumps({"do": what}) + "\n",
                 make_said=lambda: SaidLine(ANSWER.strip(), form=form, limit=ANSWER_BYTES_MAX),
                 log_path=Path(logs) / f"{number}.log",
+                of_cluster=True,
             )
             for number, (host, socket, node) in enumerate(rows)
         ]
