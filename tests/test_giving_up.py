@@ -18,6 +18,7 @@ from dbctl.experiment.read import load
 from dbctl.experiment.resolve import to_yaml
 from dbctl.run.evaluate import Request, evaluate
 from dbctl.run.resume import resume
+from dbctl.run.signals import STATUS
 from dbctl.run.train import train
 from tests.inproc_run import SilentDisplay, begin
 
@@ -42,6 +43,15 @@ class Reading:
     at: int
     begun: int = 0
     blocks_after: int = 0
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A run that a signal has ended ignores signals from then on; what comes after it here not."""
+    before = {number: signal.getsignal(number) for number in STATUS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
