@@ -45,15 +45,6 @@ class Reading:
     blocks_after: int = 0
 
 
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """A run that a signal has ended ignores signals from then on; what comes after it here not."""
-    before = {number: signal.getsignal(number) for number in STATUS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Reading:
     reading = Reading(*request.param)
@@ -95,7 +86,7 @@ DIGESTED_LATER = 2  # the statistics are there
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """A command leaves them ignored once it was ended by one."""
-    before: dict[Any, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[Any, Any] = {n: signal.getsignal(n) for n in STATUS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
