@@ -42,7 +42,7 @@ from dbctl.launch.ssh_words import (
     others,
     ssh_command,
 )
-from dbctl.launch.standing import ask, bring_up
+from dbctl.launch.standing import Keeper, ask, bring_up
 
 GOLDEN = Path(__file__).parent / "golden" / "ssh.txt"
 HOSTS = (
@@ -439,13 +439,15 @@ def test_whom_it_reaches_can_be_told_wrong_too(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("field", ["pid", "node"])
-def test_a_keeper_that_says_what_cannot_be_does_not_stay(fake: Fake, field: str) -> None:
+def test_a_keeper_that_says_what_cannot_be_is_told_and_is_known(fake: Fake, field: str) -> None:
+    """It may have stayed: whoever launches it stops those that `keep` was told of."""
+    kept: list[Keeper] = []
     said_there = f"""read orders; read line; echo 'STAYS {{"{field}": []}}'; cat >/dev/null"""
     fake.says(f'case "$*" in *keeper*) {ready()}; {said_there} ;; *) echo x >> stopped ;; esac')
     with pytest.raises(ExceptionGroup) as caught:
-        bring_up("c", [HostSpec(name="a")])
+        bring_up("c", [HostSpec(name="a")], keep=kept.extend)
     assert "said a STAYS line that is none" in str(caught.value.exceptions[0])
-    assert (fake.directory / "stopped").exists(), "it may have stayed"
+    assert [keeper.host.name for keeper in kept] == ["a"]
 
 
 def test_an_answer_to_stop_is_what_it_can_be(fake: Fake) -> None:
