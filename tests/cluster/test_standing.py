@@ -400,7 +400,8 @@ def test_a_run_on_a_cluster_that_is_gone_is_told_what_to_do(place: Place) -> Non
         assert run.finish(15.0) == 3
         assert "its standing agent is gone" in run.err
         assert "stop that cluster (`dbctl stop-cluster`) and launch it again" in run.err
-    assert re.search(r"^a  gone$", Done("stop-cluster", "three").ok(), re.MULTILINE)
+    said = Done("stop-cluster", "three").ok()
+    assert re.search(r"^a  gone: it was killed, and runs that", said, re.MULTILINE)
     for path in place.directories():  # nobody begins on that host again
         shutil.rmtree(path)
 
