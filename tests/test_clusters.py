@@ -419,7 +419,8 @@ def test_a_signal_after_hosts_were_told_to_stay_leaves_no_unknown_keeper(
     place.spoil("b", 'case "$3" in *--stdin*) sh -c "$3" | grep --line-buffered -v STAYS;'
                      ' cat;; *) sh -c "$3";; esac; exit')  # fmt: skip
     words = [sys.executable, "-m", "dbctl", "launch-cluster", place.hosts("a", "b")]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+    env = {**os.environ, "TMPDIR": str(place.path)}  # what a killed one leaves goes with the test
+    with subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True) as process:
         wait_until(known)
         assert read("lab").keepers[0].pid == 0, "it is written before any stays"
         wait_until(lambda: "of cluster lab" in " ".join(map(log_of, place.keepers())))
