@@ -51,7 +51,7 @@ def examples_by_time(run_dir: Path, node: str) -> list[tuple[float, int]]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     mine = [r for r in records if r["event"] == "worker" and r["node"] == node]
-    return [(r["time"], r["examples"]) for r in mine if r["state"] == "running"]
+    return [(r["time"], r["examples"]) for r in mine if r["state"] in ("running", "waiting")]
 
 
 def rate(points: list[tuple[float, int]]) -> float:
