@@ -26,7 +26,8 @@ from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.figures import Part
 from dbctl.run import show_logs
-from dbctl.run.clusters import Cluster, NodeSaid, RunSaid, Said, Seen
+from dbctl.run.cluster_hosts import NodeSaid, RunSaid, Said, Seen
+from dbctl.run.clusters import Cluster
 from dbctl.run.nodes import Node, Nodes
 from dbctl.run.records import RunRecords, node_fields
 from dbctl.run.show import (

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from dbctl.experiment.specs import HostSpec
 from dbctl.run import stopping
-from dbctl.run.clusters import Cluster, RunSaid, Said, Seen
+from dbctl.run.cluster_hosts import RunSaid, Said, Seen
+from dbctl.run.clusters import Cluster
 from dbctl.run.stopping import ENDED, LATE, UNKNOWN, RunStopped, stop_all
 from dbctl.rundir import RunDir, RunInfo, create
 

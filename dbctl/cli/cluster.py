@@ -37,12 +37,14 @@ def launch_cluster(*, hosts: str, name: str | None, bootstrap: bool, as_json: bo
     `dbctl train --cluster NAME` runs on them. They end by `dbctl stop-cluster NAME`, or after 12
     hours without a run.
     """
-    from dbctl.run import clusters, show
+    from dbctl.run import launching, show
     from dbctl.run.signals import Interrupted, Signals
 
     with Signals() as signals:
         try:
-            cluster = clusters.launch(hosts, name, bootstrap=bootstrap, signals=signals, tell=_tell)
+            cluster = launching.launch(
+                hosts, name, bootstrap=bootstrap, signals=signals, tell=_tell
+            )
         except Interrupted:
             _tell(f"dbctl: error: {signals.status} before the cluster was up")
             return 130 if signals.status == "interrupted" else 75
@@ -80,7 +82,7 @@ def stop_cluster(*, name: str, force: bool, as_json: bool) -> int:
     else:
         for line in (*show.cluster_lines(cluster, found), *(run.line() for run in runs)):
             click.echo(line)
-    left = [one.host.name for one in found if one.state not in stopping.OVER]
+    left = [one.host.name for one in found if not one.is_over]
     if left and not force:
         what = f"{', '.join(left)}: its agent may live; run this again when it can be reached, or"
         _tell(f"dbctl: error: {what} give --force to forget it")

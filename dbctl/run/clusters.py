@@ -1,4 +1,4 @@
-"""Clusters that stay up: which there are, how one begins and ends, what its keepers say.
+"""Which clusters stay up: one file each, and what a run on one is told of it.
 
     $XDG_STATE_HOME/dbctl/clusters/NAME.json      (default ~/.local/state), 0600 in a 0700 directory
 
@@ -8,8 +8,7 @@ not at all, and only where there was none; it goes only where it is of the very 
 gone.
 
 Theory of operation. What is known here is only where the keepers are; whether they live, and what
-runs, they are asked. A host that does not answer is a row of the answer, and no failure: its
-keeper may live. Only a host that says itself that no keeper is there has none.
+runs, they are asked (`dbctl.run.cluster_hosts`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -29,16 +28,10 @@ import msgspec
 
 from dbctl import __version__
 from dbctl.envelope import PROTOCOL_VERSION
-from dbctl.errors import LaunchError, RunError, UsageError, reason
-from dbctl.experiment.read import load_hosts
-from dbctl.experiment.specs import Experiment, HostSpec
-from dbctl.launch.bootstrap import nobody
+from dbctl.errors import RunError, UsageError, reason
+from dbctl.experiment.specs import Experiment
 from dbctl.launch.ssh_words import NOWHERE, Standing
-from dbctl.launch.standing import Keeper, Reply, ask, bring_up, is_gone
-from dbctl.progress.text import counted
-from dbctl.run.bootstrap import bootstrap as bring_dbctl
-from dbctl.run.findings import of_error, refusal
-from dbctl.run.signals import Signals
+from dbctl.launch.standing import Keeper
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 FILE_VERSION = 1
@@ -74,48 +67,6 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
                 )
         hosts = msgspec.json.encode([asdict(one.host) for one in self.keepers]).decode()
         return ["cluster.launcher=ssh", f"cluster.hosts={hosts}", *given]
-
-
-class NodeSaid(msgspec.Struct, frozen=True, kw_only=True):
-    node: str
-    pid: int
-    rss_bytes: int
-    seconds: float
-
-
-class RunSaid(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's agent and its nodes; what its controller said of it may be missing."""
-
-    run: str
-    agent: str
-    pid: int
-    seconds: float
-    nodes: tuple[NodeSaid, ...]
-    name: str = "?"
-    run_dir: str = "?"
-    user: str = "?"
-
-
-class Said(msgspec.Struct, frozen=True, kw_only=True):
-    """A keeper's answer (dbctl/keeper.py)."""
-
-    state: str
-    version: str
-    seconds: float
-    runs: tuple[RunSaid, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """A host of a cluster. `state`: up, stopping, stopped, gone, unreachable; `why`: more of it.
-
-    `said` of one that is up or stopping.
-    """
-
-    host: HostSpec
-    state: str
-    why: str = ""
-    said: Said | None = None
 
 
 def overrides_on(cluster: Cluster | None, given: Sequence[str]) -> Sequence[str]:
@@ -159,7 +110,7 @@ def known() -> list[str]:
 
 def read(name: str) -> Cluster:
     """UsageError: there is none of that name; RunError: its file is damaged."""
-    path = _path(name)
+    path = path_of(name)
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
@@ -182,7 +133,8 @@ def describe_known() -> str:
     return f"known here: {', '.join(names)}"
 
 
-def _path(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """Where its file is, if there is one. UsageError: that is no name."""
     if not re.fullmatch(NAME, name):
         raise UsageError(
             f"{name!r} is no cluster's name: expected up to 64 letters, digits and `_.-`, the "
@@ -193,7 +145,7 @@ def _path(name: str) -> Path:
 
 def _write(cluster: Cluster, place: Callable[[Path, Path], object] = os.link) -> None:
     """FileExistsError: there is one of that name; OSError: it cannot be written."""
-    path = _path(cluster.name)
+    path = path_of(cluster.name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{cluster.name}.{secrets.token_hex(4)}")
     try:
@@ -206,6 +158,25 @@ def _write(cluster: Cluster, place: Callable[[Path, Path], object] = os.link) ->
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def begin(name: str, keepers: Sequence[Keeper]) -> Cluster:
+    """A new cluster, written down; UsageError: it cannot be."""
+    cluster = Cluster(
+        version=FILE_VERSION,
+        name=name,
+        dbctl=__version__,
+        protocol=PROTOCOL_VERSION,
+        launched=datetime.now().astimezone().isoformat(timespec="seconds"),
+        keepers=tuple(keepers),
+    )
+    try:
+        _write(cluster)
+    except FileExistsError as error:
+        raise UsageError(f"another command has just launched a cluster {name}") from error
+    except OSError as error:
+        raise UsageError(f"{path_of(name)}: cannot be written: {reason(error)}") from error
+    return cluster
 
 
 @contextlib.contextmanager
@@ -227,7 +198,7 @@ def _is_known(cluster: Cluster) -> bool:
     return False
 
 
-def _renew(cluster: Cluster) -> None:
+def renew(cluster: Cluster) -> None:
     """Writes what is known of its keepers by now; UsageError: it was stopped meanwhile."""
     with _alone():
         if not _is_known(cluster):
@@ -235,166 +206,7 @@ def _renew(cluster: Cluster) -> None:
         _write(cluster, os.replace)
 
 
-def _forget(cluster: Cluster) -> None:
+def forget(cluster: Cluster) -> None:
     with contextlib.suppress(FileNotFoundError), _alone():
         if _is_known(cluster):
-            _path(cluster.name).unlink()
-
-
-# ----------------------------------------------------------------------------- launch, look, stop
-
-
-def launch(
-    path: str,
-    name: str | None,
-    *,
-    bootstrap: bool = False,
-    signals: Signals | None = None,
-    tell: Callable[[str], object] = nobody,
-) -> Cluster:
-    """Keepers on all hosts of a file, or on none. `bootstrap`: dbctl is brought there first.
-
-    ExperimentError, UsageError: the file or the name; LaunchError: all hosts where none came up;
-    Interrupted: one of `signals` has come. `tell` is told what takes its time, and of keepers that
-    could not be stopped.
-    """
-    signals = signals if signals is not None else Signals()
-    name = name if name is not None else Path(path).stem
-    file = _path(name)
-    hosts = load_hosts(path)
-    if file.exists():
-        _make_way(read(name))
-    for other, shared in _shared(name, hosts):
-        tell(f"warning: {shared} in cluster {other}, too: the runs of both share what is there")
-    written: list[Cluster] = []
-
-    def interrupted() -> bool:
-        return signals.count > 0
-
-    def keep(keepers: list[Keeper]) -> None:
-        signals.check()
-        written.append(_begun(name, keepers))
-
-    try:
-        if bootstrap:
-            hosts = bring_dbctl(hosts, interrupted=interrupted, tell=tell)
-        keepers = bring_up(name, hosts, keep=keep, interrupted=interrupted)
-        cluster = msgspec.structs.replace(written[0], keepers=tuple(keepers))
-        _renew(cluster)
-        _check_that_they_stay(cluster)
-        signals.check()
-    except BaseException as error:
-        for one in written:
-            _take_back(one, tell)
-        signals.check()
-        if isinstance(error, ExceptionGroup):
-            errors = [of_error(e) for e in error.exceptions if isinstance(e, LaunchError)]
-            refused = refusal(errors, len(hosts))
-            assert refused is not None
-            raise refused from error
-        raise
-    return cluster
-
-
-def _begun(name: str, keepers: Sequence[Keeper]) -> Cluster:
-    """A new cluster, written down; UsageError: it cannot be."""
-    cluster = Cluster(
-        version=FILE_VERSION,
-        name=name,
-        dbctl=__version__,
-        protocol=PROTOCOL_VERSION,
-        launched=datetime.now().astimezone().isoformat(timespec="seconds"),
-        keepers=tuple(keepers),
-    )
-    try:
-        _write(cluster)
-    except FileExistsError as error:
-        raise UsageError(f"another command has just launched a cluster {name}") from error
-    except OSError as error:
-        raise UsageError(f"{_path(name)}: cannot be written: {reason(error)}") from error
-    return cluster
-
-
-def _take_back(cluster: Cluster, tell: Callable[[str], object]) -> None:
-    """Stops what may stay of it; it is forgotten only where nothing does."""
-    if left := [one.host.name for one in stop(cluster) if one.state not in ("stopped", "gone")]:
-        do = f"`dbctl stop-cluster {cluster.name}` ends it"
-        tell(f"warning: {', '.join(left)}: its agent may live: {do}")
-
-
-def _shared(name: str, hosts: Sequence[HostSpec]) -> Iterator[tuple[str, str]]:
-    """Each other cluster that has hosts which are reached as some of `hosts` are, and which."""
-    for other in known():
-        with contextlib.suppress(RunError, UsageError):  # damaged, or stopped meanwhile
-            there = {one.host.destination for one in read(other).keepers} if other != name else ()
-            if found := [host.name for host in hosts if host.destination in there]:
-                yield other, f"{', '.join(found)} {'is' if len(found) == 1 else 'are'}"
-
-
-def _check_that_they_stay(cluster: Cluster) -> None:
-    """The ssh that started them has ended; LaunchError where keepers went with it."""
-    lost = [one.host.name for one in look(cluster) if one.state == "gone"]
-    if lost:
-        raise LaunchError(
-            "keeper",
-            "does not outlive the ssh that started it",
-            host=", ".join(lost),
-            cure="where systemd ends what a user leaves, `loginctl enable-linger` as that user",
-        )
-
-
-def _make_way(cluster: Cluster) -> None:
-    """Forgets a cluster that has no keeper any more; UsageError where one may live."""
-    left = [one for one in look(cluster) if one.state != "gone"]
-    if left:
-        states = ", ".join(f"{one.host.name} is {one.state}" for one in left)
-        raise UsageError(
-            f"there is a cluster {cluster.name} already ({states}): give --name another, or stop "
-            f"that one, `dbctl stop-cluster {cluster.name}`"
-        )
-    _forget(cluster)
-
-
-def look(cluster: Cluster) -> list[Seen]:
-    """Each host as its keeper tells of it, within ten seconds."""
-    replies = ask(_rows(cluster), "status")
-    return [_seen(one, reply) for one, reply in zip(cluster.keepers, replies, strict=True)]
-
-
-def _seen(one: Keeper, reply: Reply) -> Seen:
-    if isinstance(reply, LaunchError):
-        if is_gone(reply):
-            # Who ends by itself takes its socket with it.
-            killed = "ConnectionRefusedError" in reply.log_tail
-            why = "it was killed, and runs that were on it may go on" if killed else ""
-            return Seen(host=one.host, state="gone", why=why)
-        why = "; ".join([reply.what, *reply.log_tail.splitlines()[-1:]])
-        return Seen(host=one.host, state="unreachable", why=why)
-    try:
-        said = msgspec.convert(reply, Said)
-    except msgspec.ValidationError as error:
-        return Seen(host=one.host, state="unreachable", why=f"answers in another form: {error}")
-    return Seen(host=one.host, state=said.state, said=said)
-
-
-def stop(cluster: Cluster, *, force: bool = False) -> list[Seen]:
-    """Ends the keepers and the runs on them: what became of each (stopped, gone, unreachable).
-
-    The cluster is forgotten once all are gone; with `force`, also where hosts cannot be reached.
-    """
-    replies = ask(_rows(cluster), "stop")
-    found = []
-    for one, reply in zip(cluster.keepers, replies, strict=True):
-        if isinstance(reply, dict) and reply.get("stopped") is True:
-            n_runs = reply.get("runs", 0)
-            why = f"{counted(n_runs, 'run')} ended with it" if n_runs else ""
-            found.append(Seen(host=one.host, state="stopped", why=why))
-        else:
-            found.append(_seen(one, reply))
-    if force or all(one.state in ("stopped", "gone") for one in found):
-        _forget(cluster)
-    return found
-
-
-def _rows(cluster: Cluster) -> list[tuple[HostSpec, str, str]]:
-    return [(one.host, one.socket, one.node) for one in cluster.keepers]
+            path_of(cluster.name).unlink()

@@ -20,8 +20,9 @@ from dbctl.errors import RunError, UsageError
 from dbctl.plan import describe_bytes
 from dbctl.process import escape_line
 from dbctl.progress.text import counted, describe_duration
-from dbctl.run.clusters import Cluster, Seen, describe_known, known, read
-from dbctl.run.clusters import look as look_at
+from dbctl.run.cluster_hosts import Seen
+from dbctl.run.cluster_hosts import look as look_at
+from dbctl.run.clusters import Cluster, describe_known, known, read
 from dbctl.run.find import find
 from dbctl.rundir import RunDir
 

@@ -26,14 +26,14 @@ from dbctl.checkpoint.reader import checkpoints_by_step
 from dbctl.errors import DbctlError
 from dbctl.process import escape_line
 from dbctl.progress.text import counted
-from dbctl.run.clusters import Cluster, RunSaid, Seen, look, stop
+from dbctl.run.cluster_hosts import RunSaid, Seen, look, stop
+from dbctl.run.clusters import Cluster
 from dbctl.rundir import RunDir, open_
 
 SAVE_LIMIT_S = 30.0  # a final checkpoint and the end of the nodes (G11)
 ENDED = "ended"  # with its agents, without a final checkpoint
 LATE = "late"  # it was asked, and had not ended in time
 UNKNOWN = "unknown"  # none of its keepers could be reached
-OVER = ("stopped", "gone")  # of a host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def stop_all(
     ended = {
         run.run
         for one, now in zip(before, hosts, strict=True)
-        if one.said and now.state in OVER
+        if one.said and now.is_over
         for run in one.said.runs
     }
     fates = []
