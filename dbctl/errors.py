@@ -17,7 +17,10 @@ assertions and are never caught.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -148,3 +151,12 @@ def reason(error: OSError) -> str:
     """What the system said, as half a sentence: `no space left on device (manifest.json)`."""
     text = (error.strerror or str(error) or type(error).__name__).lower()
     return f"{text} ({error.filename})" if error.filename else text
+
+
+@contextlib.contextmanager
+def file_at_fault(path: Path, done: str) -> Iterator[None]:
+    """An OSError is a RunError: `path` cannot be `done` (read, written)."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: cannot be {done}: {reason(error)}") from error

@@ -115,16 +115,23 @@ def read_line(fd: int, limit: int, *, limit_s: float = LINE_LIMIT_S) -> bytes | 
     return bytes(data[:-1])
 
 
+def boot_id() -> str:
+    """Of this start of the kernel; "" where it does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 def memory_domain() -> str:
     """Equal in two processes that can open each other's memory by process number; "": nobody can.
 
     Same start of the same kernel, same table of processes, same user.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
-    except OSError:
-        return ""
+    boot = boot_id()
+    with contextlib.suppress(OSError):
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}" if boot else ""
+    return ""
 
 
 def end_with_parent(signal_number: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROC = Path("/proc")
+ENDED = (b"Z", b"X")  # states of what is not reaped yet
 
 
 class Process(NamedTuple):
@@ -34,13 +35,26 @@ def children_of(parents: Collection[int]) -> dict[int, list[Process]]:
         return found
     for pid in numbers:
         with contextlib.suppress(OSError):
-            # The second field is the command's name in parentheses, which may hold anything.
-            fields = (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+            fields = _fields(pid)
             parent = int(fields[1])
-            if parent not in found or fields[0] in (b"Z", b"X"):
+            if parent not in found or fields[0] in ENDED:
                 continue
             command = (PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", "replace")
             age_s = up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
             rss_bytes = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
             found[parent].append(Process(pid, command.split("\0")[:-1], age_s, rss_bytes))
     return found
+
+
+def start_of(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None where it has ended."""
+    with contextlib.suppress(OSError):
+        fields = _fields(pid)
+        return None if fields[0] in ENDED else int(fields[19])
+    return None
+
+
+def _fields(pid: int) -> list[bytes]:
+    """Of /proc/PID/stat (proc(5)), from the state on. OSError: there is no such process."""
+    # The second field is the command's name in parentheses, which may hold anything.
+    return (PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()

@@ -5,14 +5,13 @@
         resolved.yaml             with every default and --set
         run.json                  who runs it, since when, and where it listens
         status.json               the newest state, replaced several times a second
-        metrics.jsonl             one JSON object a line, only ever appended
+        metrics.jsonl             one JSON object a line, only ever appended: dbctl/metrics.py
         logs/NODE.log             what each process wrote
         checkpoints/              dbctl/checkpoint/
         .lock                     held (flock) by the one controller that may write
 
-Rules of this file: text is UTF-8 whatever the locale; a file is replaced whole by a rename or
-appended by lines, one write each, so a kill leaves at most one cut line, which the next run takes
-off. Paths the user gave are theirs to mend (UsageError); a disk that fails later is RunError.
+Rules of this file: text is UTF-8 whatever the locale; a file is replaced whole by a rename. Paths
+the user gave are theirs to mend (UsageError); a disk that fails later is RunError.
 
 Theory of operation. The lock decides whether a run is going on: the kernel frees it with its
 holder. run.json names the holder for people, by PID, start time and boot: a PID alone may be
@@ -27,7 +26,7 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -36,12 +35,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from dbctl import __version__
-from dbctl.errors import RunError, UsageError, reason
+from dbctl.errors import RunError, UsageError, file_at_fault, reason
+from dbctl.process import boot_id
+from dbctl.proctree import start_of
 
 _RUN = "run.json"
 _LOCK = ".lock"
 _NAME_LIMIT_BYTES = 200  # a file name may have 255; an experiment's name has 100 characters
-_BLOCK_BYTES = 1 << 16
 
 _Read = TypeVar("_Read")
 
@@ -68,8 +68,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
             dbctl=__version__,
             run=run,
             pid=os.getpid(),
-            pid_start=_process_start(os.getpid()) or 0,
-            boot=_boot_id(),
+            pid_start=start_of(os.getpid()) or 0,
+            boot=boot_id(),
             host=os.uname().nodename,
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
             control=control,
@@ -78,7 +78,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_alive(self) -> bool:
         """Whether that very process still runs, as far as this machine can see."""
-        return self.boot == _boot_id() and self.pid_start == _process_start(self.pid)
+        return self.boot == boot_id() and self.pid_start == start_of(self.pid)
 
 
 class RunDir:
@@ -214,80 +214,6 @@ def open_(path: Path) -> RunDir:
     return RunDir(path)
 
 
-# ---------------------------------------------------------------------------------- metrics
-
-
-class Metrics:
-    """Appends to metrics.jsonl, each record at once; a context manager. For the lock's holder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with _reported(path, "written"):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            try:
-                _mend_tail(self._fd)
-            except BaseException:
-                os.close(self._fd)
-                raise
-
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """One line; numbers that are not finite become null. RunError leaves no half line."""
-        line = msgspec.json.encode(record) + b"\n"
-        with _reported(self._path, "written"):
-            before = os.fstat(self._fd).st_size
-            try:
-                n_written = os.write(self._fd, line)
-                if n_written < len(line):  # the disk is full; the rest says so, or goes in
-                    os.write(self._fd, line[n_written:])
-            except OSError:
-                os.ftruncate(self._fd, before)
-                raise
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of metrics.jsonl in order; none where there is no file.
-
-    A line that is no JSON object is left out: a kill, or another process that is still writing,
-    cuts the last one.
-    """
-    if not path.exists():
-        return
-    with _reported(path, "read"), open(path, "rb") as file:
-        for line in file:
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                yield msgspec.json.decode(line, type=dict[str, Any])
-
-
-def _mend_tail(fd: int) -> None:
-    """Takes off a last line that a kill cut; ends it where only the newline is missing."""
-    size = os.fstat(fd).st_size
-    start, tail = size, b""
-    while start and b"\n" not in tail:
-        step = min(start, _BLOCK_BYTES)
-        start -= step
-        tail = os.pread(fd, step, start) + tail
-    tail = tail.rpartition(b"\n")[2]
-    if not tail:
-        return
-    try:
-        msgspec.json.decode(tail, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        os.ftruncate(fd, size - len(tail))
-    else:
-        os.write(fd, b"\n")
-
-
 # ------------------------------------------------------------------------- directories, files
 
 
@@ -342,7 +268,7 @@ def _check_free(path: Path) -> None:
 def _replace(path: Path, data: bytes, *, durable: bool) -> None:
     """The whole file or the one before it, whenever this is killed; RunError where it fails."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with _reported(path, "written"):
+    with file_at_fault(path, "written"):
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
@@ -363,38 +289,9 @@ def _replace(path: Path, data: bytes, *, durable: bool) -> None:
 
 
 def _read_json(path: Path, kind: type[_Read]) -> _Read:
-    with _reported(path, "read"):
+    with file_at_fault(path, "read"):
         data = path.read_bytes()
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RunError(f"{path}: damaged: {error}") from error
-
-
-@contextlib.contextmanager
-def _reported(path: Path, done: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunError(f"{path}: cannot be {done}: {reason(error)}") from error
-
-
-# -------------------------------------------------------------------------------- processes
-
-
-def _process_start(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None where it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    # The second field is the command's name in parentheses, which may hold both blanks and ")".
-    fields = text.rpartition(b")")[2].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return ""

@@ -13,11 +13,12 @@ import pytest
 
 from dbctl.cli.main import main
 from dbctl.errors import UsageError
+from dbctl.metrics import Metrics
 from dbctl.progress import curves
 from dbctl.progress.curves import MAX_POINTS, check, thinned
 from dbctl.progress.history import Mark, Point
 from dbctl.run.compare import compare
-from dbctl.rundir import Metrics, RunInfo, create
+from dbctl.rundir import RunInfo, create
 
 START = {"event": "start", "time": 0.0, "optimizer": "sgd", "method": "sgd", "shards": 1}
 START |= {"replicas": 1, "partitions": 1}

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from dbctl.experiment.specs import StopSpec
+from dbctl.metrics import read_metrics
 from dbctl.progress.display import make_display
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.figures import Part
 from dbctl.run.records import RunRecords
-from dbctl.rundir import create, read_metrics
+from dbctl.rundir import create
 from dbctl.wire import Exited
 
 STARTED = "20:25:03.277 worker-0.0 incarnation 1 of run 2ae46c850419bc1f, pid 1761\n"

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dbctl.errors import RunError, UsageError
+from dbctl.metrics import read_metrics
 from dbctl.progress import curves
 from dbctl.progress.comparison import Comparison, Entry
 from dbctl.progress.comparison import compare as compare_entries
 from dbctl.progress.history import History, read_history
 from dbctl.run.find import find
-from dbctl.rundir import RunDir, read_metrics
+from dbctl.rundir import RunDir
 
 
 def compare(

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dbctl.errors import RunError
+from dbctl.metrics import Metrics
 from dbctl.progress.display import Display
 from dbctl.progress.text import Snapshot
 from dbctl.roles.base import Record
 from dbctl.roles.leader import Leader
 from dbctl.run.nodes import Node, Nodes, describe_end, tail_beside
 from dbctl.run.saver import Saved
-from dbctl.rundir import Metrics, RunDir
+from dbctl.rundir import RunDir
 from dbctl.wire import Exited
 
 STATUS_S = 1.0

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from dbctl.checkpoint.reader import open_checkpoint
-from dbctl.rundir import read_metrics
+from dbctl.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "DBCTL_TEST_RUN"

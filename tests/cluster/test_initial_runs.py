@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from dbctl.checkpoint.reader import newest_good
+from dbctl.metrics import read_metrics
 from dbctl.region import Range
-from dbctl.rundir import RunDir, read_metrics
+from dbctl.rundir import RunDir
 from tests.cluster.runs import TrainRun, synthetic
 
 pytestmark = pytest.mark.cluster

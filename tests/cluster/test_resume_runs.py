@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dbctl.checkpoint.reader import Checkpoint, newest_good
+from dbctl.metrics import read_metrics
 from dbctl.region import Range
-from dbctl.rundir import read_metrics
 from tests.cluster.runs import ENDLESS, ROOT, TrainRun, synthetic, wait_for
 
 pytestmark = pytest.mark.cluster
