@@ -56,8 +56,9 @@ from dbctl.process import (
 )
 from dbctl.transport.line import NODE_NAME
 from dbctl.transport.link import Link
-from dbctl.wire import Exited, Failed, Finish, Kill, Message, Peer, Start, Started
+from dbctl.wire import Exited, Finish, Message, Peer
 from dbctl.wire_logs import LogFiled
+from dbctl.wire_processes import Failed, Kill, Start, Started
 
 CONTROLLER = "controller"
 GENTLE_S = 2.0  # from a gentle Kill to SIGKILL

@@ -15,9 +15,12 @@ from dbctl.wire import Message, Peer
 from dbctl.wire_batch import BatchMessage
 from dbctl.wire_files import FileMessage
 from dbctl.wire_logs import LogMessage
+from dbctl.wire_processes import ProcessMessage
 from dbctl.wire_ship import ShipMessage
 
-AnyMessage = wire.AnyMessage | BatchMessage | LogMessage | FileMessage | ShipMessage
+AnyMessage = (
+    wire.AnyMessage | BatchMessage | ProcessMessage | LogMessage | FileMessage | ShipMessage
+)
 
 PROTOCOL_VERSION = 2
 HEADER_BYTES = 64 << 10

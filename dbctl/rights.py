@@ -13,12 +13,13 @@ from collections.abc import Collection, Sequence
 
 from dbctl import wire, wire_batch, wire_files, wire_logs, wire_ship
 from dbctl.wire import Message, Peer
+from dbctl.wire_processes import Beat, Failed, Ready, Started
 
 CONTROLLER = "controller"
 
 Kinds = frozenset[type[Message]]
 
-_OF_EVERY_NODE: Kinds = frozenset({wire.Ready, wire.Beat, wire.Failed, wire_files.ReadVector})
+_OF_EVERY_NODE: Kinds = frozenset({Ready, Beat, Failed, wire_files.ReadVector})
 _AMONG_PARTITIONS: Kinds = frozenset({wire.Boxes, wire.Need})
 _OF_A_SHARD: Kinds = frozenset({wire.Welcome, wire.Params})
 
@@ -36,10 +37,8 @@ RIGHTS: dict[tuple[str, str], Kinds] = {
     | {wire.ShardReport, wire.CutPart, wire_files.PartData, wire_batch.Executed},
     ("evaluator", CONTROLLER): _OF_EVERY_NODE
     | {wire.Evaluated, wire.Predictions, wire_ship.ReadShipment},
-    ("agent", CONTROLLER): frozenset(
-        {wire.Started, wire.Exited, wire.Beat, wire.Failed, wire_logs.LogText}
-    ),
-    **{(role, "agent"): frozenset({wire.Failed}) for role in ("worker", "shard", "evaluator")},
+    ("agent", CONTROLLER): frozenset({Started, wire.Exited, Beat, Failed, wire_logs.LogText}),
+    **{(role, "agent"): frozenset({Failed}) for role in ("worker", "shard", "evaluator")},
 }
 _NOTHING: Kinds = frozenset()
 

@@ -1,7 +1,8 @@
 """The messages of dbctl: docs/protocol.md says what each means, envelope.py how each travels.
 
-Rules of this file: pure. Messages are totals, never changes, so that each may be lost, repeated or
-late (reliability.md, section 2). `seq` counts the pushes of one incarnation of one worker, from 1.
+Rules of this file: pure; what roles say and hear, and the words that all messages are made of.
+Messages are totals, never changes, so that each may be lost, repeated or late (reliability.md,
+section 2). `seq` counts the pushes of one incarnation of one worker, from 1.
 """
 
 from __future__ import annotations
@@ -313,63 +314,11 @@ class Filed(Message, frozen=True):
     pieces: int
 
 
-# ------------------------------------------------------------ every node <-> agent <-> controller
-
-
-class Ready(Message, frozen=True):
-    """A node listens on `endpoint` and its role is built; for other hosts on `tcp_endpoint`."""
-
-    endpoint: str
-    pid: int
-    tcp_endpoint: str = ""
-
-
-class Peers(Message, frozen=True):
-    """Where those listen that this node talks to, and the TCP keys in force from now on."""
-
-    nodes: tuple[tuple[str, int, str], ...]  # (node, incarnation, endpoint)
-    keys: tuple[tuple[str, int, str], ...] = ()  # (node, incarnation, public key)
-
-
-class Beat(Message, frozen=True):
-    """Sent each second by the link thread; `steps` counts what the loop has done."""
-
-    number: int
-    steps: int
-    rss_bytes: int
-
-
-class Lease(Message, frozen=True):
-    """The answer to Beat `number`: valid from when that beat was *sent*, on its sender's clock."""
-
-    number: int
+# ------------------------------------------------------------------- the end of every process
 
 
 class Finish(Message, frozen=True):
     """The node's work is over: close and exit with status 0."""
-
-
-class Failed(Message, frozen=True):
-    """A node's own word about why it ends."""
-
-    what: str
-
-
-class Start(Message, frozen=True):
-    """Controller to agent: start this node. `spec` goes to its standard input."""
-
-    node: str
-    incarnation: int
-    argv: tuple[str, ...]
-    env: tuple[tuple[str, str], ...]
-    spec: str
-    nice: int = 0
-
-
-class Started(Message, frozen=True):
-    node: str
-    incarnation: int
-    pid: int
 
 
 class Exited(Message, frozen=True):
@@ -382,19 +331,10 @@ class Exited(Message, frozen=True):
     word: str = ""
 
 
-class Kill(Message, frozen=True):
-    """Controller to agent: end this node's process group. `gently`: by its input's end first."""
-
-    node: str
-    incarnation: int
-    gently: bool = False
-
-
 AnyMessage = (
     Hello | Welcome | Fetch | Params | Push | Ack | Return
     | Grant | Halt | Report | Boxes | Need
     | ShardReport | Cut | CutPart | Gone
     | Evaluate | Evaluated | Predictions | Filed
-    | Ready | Peers | Beat | Lease | Finish | Failed
-    | Start | Started | Exited | Kill
+    | Finish | Exited
 )  # fmt: skip

@@ -13,7 +13,8 @@ import zmq
 from dbctl.envelope import PROTOCOL_VERSION, Envelope, encode
 from dbctl.transport.line import socket_name
 from dbctl.transport.link import Link
-from dbctl.wire import Beat, Message, Peer, Position, Push
+from dbctl.wire import Message, Peer, Position, Push
+from dbctl.wire_processes import Beat
 
 RUN = "run-1"
 WAIT_S = 5.0

@@ -23,8 +23,9 @@ from dbctl.agent_options import Told, make_directories, told
 from dbctl.logs import LogSender
 from dbctl.process import read_line
 from dbctl.transport.link import Link
-from dbctl.wire import Exited, Failed, Finish, Kill, Message, Peer, Start, Started
+from dbctl.wire import Exited, Finish, Message, Peer
 from dbctl.wire_logs import LogFiled, LogText
+from dbctl.wire_processes import Failed, Kill, Start, Started
 from tests.cluster.harness import state, wait_until
 
 

@@ -23,8 +23,9 @@ from dbctl.roles.base import PlainBuffer
 from dbctl.roles.shard import Shard
 from dbctl.run.setting import make_nodes, vectors_of
 from dbctl.run.vectors import Vectors
-from dbctl.wire import Lease, Message, Peer
+from dbctl.wire import Message, Peer
 from dbctl.wire_files import DEVIATION, MEAN, PIECE_ELEMENTS, ReadVector, VectorPart
+from dbctl.wire_processes import Lease
 from tests.inproc_run import begin, go_on
 from tests.test_resume import TEXT
 from tests.test_setting import agents_of

@@ -27,7 +27,8 @@ from dbctl.transport.curve import Guard, make_keys
 from dbctl.transport.link import Link
 from dbctl.transport.memory import SharedBuffer
 from dbctl.transport.porch import MOST_WAITING
-from dbctl.wire import Ack, Boxes, Fetch, Grant, Halt, Lease, Need, Params, Peer, Push
+from dbctl.wire import Ack, Boxes, Fetch, Grant, Halt, Need, Params, Peer, Push
+from dbctl.wire_processes import Lease
 
 __all__ = ["net"]  # a fixture
 

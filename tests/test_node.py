@@ -17,7 +17,8 @@ from dbctl.plan import NodeSpec
 from dbctl.process import EXIT_DONE, EXIT_FENCED, EXIT_ORPHANED, read_line
 from dbctl.roles.base import NEVER, NOW, Done, Effects, Record, Send
 from dbctl.shards import ShardSpan
-from dbctl.wire import Ack, Cut, Finish, Gone, Grant, Message, Peer, Peers, Ready, Return
+from dbctl.wire import Ack, Cut, Finish, Gone, Grant, Message, Peer, Return
+from dbctl.wire_processes import Peers, Ready
 from tests.cluster.factories import Echo
 
 CONTROLLER = Peer("controller", 1)

@@ -18,7 +18,8 @@ from dbctl.run.nodes import (
     tail_beside,
     why_orphaned,
 )
-from dbctl.wire import Beat, Exited, Finish, Kill, Peers, Ready, Start
+from dbctl.wire import Exited, Finish
+from dbctl.wire_processes import Beat, Kill, Peers, Ready, Start
 
 AGENT = "agent-0"
 LEASE_S = 10.0

@@ -23,6 +23,7 @@ from dbctl.transport.memory import SharedBuffer
 from dbctl.transport.parcel import Packer, Refused, unpack
 from dbctl.transport.pieces import Assembler
 from dbctl.wire import Ack, Params, Peer, Position
+from dbctl.wire_processes import Failed
 
 RUN = "run-1"
 ME = Peer("shard-0", 3)
@@ -104,4 +105,4 @@ def test_header_of_every_message_fits() -> None:
 
 def test_a_header_that_no_receiver_would_take_is_a_defect_of_its_sender() -> None:
     with pytest.raises(AssertionError, match=r"Failed of 7.* bytes, expected 65536"):
-        encode(Envelope(PROTOCOL_VERSION, RUN, "x", 1, "y", wire.Failed("x" * 70_000)))
+        encode(Envelope(PROTOCOL_VERSION, RUN, "x", 1, "y", Failed("x" * 70_000)))

@@ -1,4 +1,4 @@
-"""docs/protocol.md is normative: it names every message of wire.py, every field, and no other."""
+"""docs/protocol.md is normative: it names every message and every field that travels, no other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from dbctl import wire, wire_batch, wire_files, wire_logs, wire_ship
+from dbctl import wire, wire_batch, wire_files, wire_logs, wire_processes, wire_ship
 from dbctl.envelope import PIECE_BYTES, PROTOCOL_VERSION, AnyMessage, Envelope, Inline, Shared
 
 TEXT = (Path(__file__).parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -31,7 +31,8 @@ def test_every_message_is_documented_and_no_other() -> None:
 
 def test_every_message_class_can_be_sent() -> None:
     """A message that is missing from AnyMessage would be refused by every receiver."""
-    modules = {m.__name__ for m in (wire, wire_batch, wire_files, wire_logs, wire_ship)}
+    files = (wire, wire_batch, wire_files, wire_logs, wire_processes, wire_ship)
+    modules = {module.__name__ for module in files}
     defined = {c.__name__ for c in wire.Message.__subclasses__() if c.__module__ in modules}
     assert defined == {message.__name__ for message in MESSAGES}
 

@@ -10,6 +10,7 @@ from dbctl import wire
 from dbctl.envelope import AnyMessage
 from dbctl.rights import RIGHTS, Rights, partition_of, role_of
 from dbctl.wire import BEGINNING, Boxes, Fetch, Message, Need, Peer, Push
+from dbctl.wire_processes import Peers
 
 CONTROLLER = Peer("controller", 1)
 ORDERS = {
@@ -38,7 +39,7 @@ def test_only_the_controller_gives_orders() -> None:
 
 
 @pytest.mark.parametrize("sender", ["worker-0.0", "evaluator-0", "shard-1", "agent-0", "x", ""])
-@pytest.mark.parametrize("order", [wire.Cut(1), wire.Finish(), wire.Gone("a", 1), wire.Peers(())])
+@pytest.mark.parametrize("order", [wire.Cut(1), wire.Finish(), wire.Gone("a", 1), Peers(())])
 def test_an_order_of_anybody_else_is_none(sender: str, order: Message) -> None:
     for me in ("shard-0", "worker-0.0", "evaluator-0", "agent-0", "controller"):
         assert not Rights(me).may(Peer(sender, 1), order)

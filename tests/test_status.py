@@ -42,7 +42,8 @@ from dbctl.run.show import (
 )
 from dbctl.run.show_logs import logs
 from dbctl.rundir import RunDir, RunInfo, create
-from dbctl.wire import Exited, Start
+from dbctl.wire import Exited
+from dbctl.wire_processes import Start
 
 WORKER = {
     "node": "worker-0.0",

@@ -20,7 +20,8 @@ from dbctl.keys import Tcp
 from dbctl.roles.base import View
 from dbctl.transport.link import Link
 from dbctl.transport.memory import SharedBuffer
-from dbctl.wire import Ack, Beat, Fetch, Lease, Message, Params, Peer
+from dbctl.wire import Ack, Fetch, Message, Params, Peer
+from dbctl.wire_processes import Beat, Lease
 
 __all__ = ["folder", "make"]  # fixtures
 

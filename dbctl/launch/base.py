@@ -33,7 +33,7 @@ from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.errors import LaunchError
 from dbctl.plan import NodeSpec
 from dbctl.process import escape, one_line
-from dbctl.wire import Start
+from dbctl.wire_processes import Start
 
 if TYPE_CHECKING:
     from dbctl.examine import Facts

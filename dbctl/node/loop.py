@@ -33,7 +33,8 @@ from dbctl.roles.base import Allocate, Done, Effects, Role, Send
 from dbctl.transport.line import socket_name
 from dbctl.transport.link import Link
 from dbctl.transport.memory import allocate
-from dbctl.wire import Failed, Finish, Gone, Message, Peer, Peers, Ready
+from dbctl.wire import Finish, Gone, Message, Peer
+from dbctl.wire_processes import Failed, Peers, Ready
 
 CONTROLLER = "controller"
 READY_AGAIN_S = 1.0

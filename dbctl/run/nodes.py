@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from dbctl.errors import LaunchError
 from dbctl.keys import KeyRow
 from dbctl.process import EXIT_ORPHANED, tail
-from dbctl.wire import Beat, Exited, Finish, Kill, Message, Peers, Ready, Start
+from dbctl.wire import Exited, Finish, Message
+from dbctl.wire_processes import Beat, Kill, Peers, Ready, Start
 
 REPEAT_S = 1.0
 START_LIMIT_S = 60.0

@@ -32,9 +32,10 @@ from dbctl.run.shipments import Shipments
 from dbctl.run.signals import Signals
 from dbctl.run.vectors import Vectors
 from dbctl.transport.link import Link
-from dbctl.wire import Beat, Exited, Finish, Lease, Message, Peer, Ready, Started
+from dbctl.wire import Exited, Finish, Message, Peer
 from dbctl.wire_files import PartData, ReadVector
 from dbctl.wire_logs import LogText
+from dbctl.wire_processes import Beat, Lease, Ready, Started
 from dbctl.wire_ship import ReadShipment
 
 CONTROLLER = "controller"

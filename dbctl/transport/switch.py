@@ -46,7 +46,8 @@ from dbctl.transport.sockets import (
     receive,
 )
 from dbctl.transport.told import Told
-from dbctl.wire import Beat, Lease, Message, Peer
+from dbctl.wire import Message, Peer
+from dbctl.wire_processes import Beat, Lease
 
 CONTROLLER = "controller"
 READS_A_TURN = 64

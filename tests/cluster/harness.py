@@ -21,7 +21,8 @@ from dbctl.launch.local import LocalLauncher
 from dbctl.plan import NodeSpec
 from dbctl.process import clear_runtime
 from dbctl.transport.link import Link
-from dbctl.wire import Exited, Finish, Message, Peer, Peers, Ready, Return, Started
+from dbctl.wire import Exited, Finish, Message, Peer, Return
+from dbctl.wire_processes import Peers, Ready, Started
 
 LIMIT_S = 20.0
 M = TypeVar("M", bound=Message)

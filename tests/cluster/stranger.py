@@ -36,13 +36,11 @@ from dbctl.wire import (
     Gone,
     Grant,
     Halt,
-    Kill,
-    Lease,
     Message,
     Params,
-    Peers,
     Push,
 )
+from dbctl.wire_processes import Kill, Lease, Peers
 
 MIB = 1 << 20
 STAY_S = 4.0  # longer than a handshake may take

@@ -20,7 +20,8 @@ import pytest
 from dbctl.agent import GENTLE_S
 from dbctl.launch.base import make_runtime, python_command, python_environment, start_order
 from dbctl.process import EXIT_FENCED, EXIT_ORPHANED
-from dbctl.wire import Ack, Cut, Evaluate, Exited, Failed, Finish, Grant, Halt, Kill, Return
+from dbctl.wire import Ack, Cut, Evaluate, Exited, Finish, Grant, Halt, Return
+from dbctl.wire_processes import Failed, Kill
 from tests.cluster.harness import Cluster, state, wait_gone, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(60)]
