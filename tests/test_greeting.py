@@ -122,7 +122,7 @@ def test_a_controller_that_goes_before_it_asks_is_seen(agents: Any, tmp_path: Pa
 
 def test_the_port_is_closed_once_orders_come(agents: Any, tmp_path: Path) -> None:
     from dbctl.transport.link import Link
-    from dbctl.wire import Kill
+    from dbctl.wire_processes import Kill
 
     one = agents(examine={"address": "127.0.0.1"}, reach=True, lease=30.0)
     port = one.line()[1]["facts"]["port"]
