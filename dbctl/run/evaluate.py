@@ -37,6 +37,7 @@ from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.nodes import Nodes
 from dbctl.run.predictions import PredictionsFile
 from dbctl.run.preflight import needs_of
+from dbctl.run.processes import Processes
 from dbctl.run.resume import check_network
 from dbctl.run.room import check_room
 from dbctl.run.saver import Saved
@@ -281,19 +282,22 @@ class _Task:
             warn=self._warn,
             standing=standing_on(request.cluster, self._experiment, self._run_dir.path),
         )
-        session = Session(
+        processes = Processes(
             run=run,
             runtime=runtime,
             launcher=launcher,
+            lease_s=lease_s,
+            log_path=lambda node: str(Path(logs) / f"{node}.log"),
+        )
+        session = Session(
+            processes=processes,
             coordinator=Coordinator(
                 evaluation_start(plan, predictions=request.predictions is not None)
             ),
             records=records,
             signals=signals,
-            lease_s=lease_s,
             vectors=vectors_of(origin, self._run_dir.path),
             shipments=shipments,
-            log_path=lambda node: str(Path(logs) / f"{node}.log"),
         )
         nodes = partial(
             make_nodes,

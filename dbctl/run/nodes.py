@@ -1,10 +1,11 @@
-"""The processes of a run as the controller sees them: started, ready, beating, dead.
+"""The nodes of a run as the controller sees them: started, ready, beating, dead.
 
-Rules of this file: no decision about training; it starts nodes through agents, introduces them to
-each other, and notices deaths. Theory of operation: an order (Start) is repeated until its effect
-is reported. A node says Ready until it is spoken to; when all that are needed are ready each gets
-the addresses of those it talks to. A node without a beat for a lease is killed by its agent, and
-its death is then told like any other; an agent that does not even do that is lost.
+Rules of this file: no decision about training, and no link: it says what is to be sent. It starts
+nodes through agents, introduces them to each other, and notices deaths. Theory of operation: an
+order (Start) is repeated until its effect is reported. A node says Ready until it is spoken to;
+when all that are needed are ready each gets the addresses of those it talks to. A node without a
+beat for a lease is killed by its agent, and its death is then told like any other; an agent that
+does not even do that is lost.
 """
 
 from __future__ import annotations

@@ -38,8 +38,10 @@ from dbctl.run.findings import Needs
 from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.initial_run import settle
 from dbctl.run.methods import extra_of, leader_of, state_vectors
+from dbctl.run.nodes import Nodes
 from dbctl.run.parts import FarParts
 from dbctl.run.preflight import needs_of
+from dbctl.run.processes import Processes
 from dbctl.run.records import RunRecords
 from dbctl.run.room import check_room
 from dbctl.run.saver import Saver
@@ -217,18 +219,21 @@ class Life:
                     encryption=self.wiring.encryption,
                 )
             )
-            session = Session(
+            processes = Processes(
                 run=self.run_id,
                 runtime=runtime,
                 launcher=self._launcher(signals, runtime=runtime, lease_s=lease_s),
+                lease_s=lease_s,
+                log_path=lambda node: str(self.run_dir.log_path(node)),
+            )
+            session = Session(
+                processes=processes,
                 coordinator=self.coordinator,
                 records=records,
                 signals=signals,
-                lease_s=lease_s,
                 vectors=vectors_of(self.origin, self.run_dir.path),
                 shipments=self.shipments,
                 save=self.save,
-                log_path=lambda node: str(self.run_dir.log_path(node)),
             )
             if self.wiring.encryption == "off":
                 self.display.warn(UNENCRYPTED)
@@ -253,9 +258,9 @@ class Life:
             try:
                 outcome = session.run(nodes, self._make_saver)
             except LaunchError as error:
-                self._finish(records, session, Outcome(status="failed", error=error))
+                self._finish(records, processes.nodes, Outcome(status="failed", error=error))
                 return error.exit_code
-            return self._finish(records, session, outcome)
+            return self._finish(records, processes.nodes, outcome)
 
     def _launcher(self, signals: Signals, *, runtime: str, lease_s: float) -> Launcher:
         return launcher_of(
@@ -317,11 +322,11 @@ class Life:
 
     # ------------------------------------------------------------------------------- the end
 
-    def _finish(self, records: RunRecords, session: Session, outcome: Outcome) -> int:
+    def _finish(self, records: RunRecords, nodes: Nodes, outcome: Outcome) -> int:
         now, figures = time.monotonic(), self.coordinator.figures
         summary = figures.summary(now)
         records.append("finished", status=outcome.status, reason=outcome.reason, **summary)
-        records.write_status(now, session.nodes, outcome.status)
+        records.write_status(now, nodes, outcome.status)
         error = self._error(outcome, records)
         if error is not None:
             self.display.event("error", f"dbctl: error: {error}", {"message": str(error)})
