@@ -100,6 +100,18 @@ class Box:
         at = origin or (0,) * len(self.starts)
         return tuple(slice(a - o, b - o) for (a, b), o in zip(self.sides(), at, strict=True))
 
+    def run_in(self, whole: Box) -> Range | None:
+        """Where this box lies in the row-major nodes of `whole`; None: not in one run."""
+        start = length = 0
+        for (a, b), (first, last) in zip(self.sides(), whole.sides(), strict=True):
+            side = last - first
+            # Nothing but single nodes before the first side that has more, and whole sides after.
+            if length > 1 and (a, b) != (first, last):
+                return None
+            start = start * side + (a - first)
+            length = max(length, 1) * (b - a)
+        return Range(start, start + length)
+
     def split(self, counts: tuple[int, ...]) -> list[Box]:
         """A grid of `counts` boxes that cover this one once, row-major, sides equal within one."""
         boxes = [self]

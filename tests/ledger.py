@@ -21,7 +21,7 @@ import numpy as np
 
 from dbctl.experiment.specs import Every, StopSpec
 from dbctl.launch.inproc import CONTROLLER, Faults, Network
-from dbctl.model.exchange import Give, Key, Take
+from dbctl.model.exchange import Give, Key, Run, Take
 from dbctl.region import Range
 from dbctl.roles.base import Array, BatchResult, Effects, PlainBuffer, Save, View
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
@@ -106,7 +106,7 @@ class LedgerGradient:
         for turn, outbox in enumerate(self._outboxes):
             key = Key("states", turn)
             np.copyto(outbox.array, self._box(at, turn, sender=partition))
-            yield Give(key, {other: (outbox, BOX)})
+            yield Give(key, {other: Run(outbox, 0, BOX)})
             found = yield Take(key, (other,))
             taken.append((found[other], self._box(at, turn, sender=other)))
             for array, expected in taken:

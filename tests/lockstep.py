@@ -1,9 +1,10 @@
 """All partitions of a network in one thread, and the same network uncut beside them.
 
 Rules of this file: plain numpy; what the exchange promises is asserted here, for whoever uses it:
-each array is given at most once a pass to each partition, is not written again before the pass is
-over everywhere, and is taken. Theory of operation: `run` carries on whichever pass can go on, in an
-order that a seed says; nothing may depend on it.
+each array is given at most once a pass to each partition, is not written before it was taken (what
+is taken to be used in place: before the pass is over everywhere), and is taken. Theory of
+operation: `run` carries on whichever pass can go on, in an order that a seed says; nothing may
+depend on it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dbctl.model.part_loss import PartMeasurement
 from dbctl.model.passes import Measurement, Network
 from dbctl.roles.base import PlainBuffer
 
+COPIED = {"states", "back"}  # phases whose arrays are done with when the pass goes on
 Array = NDArray[Any]
 Passes = Sequence[Generator[Any, Any, Any]]
 
@@ -43,6 +45,7 @@ class _Desk:
     def __init__(self, work: Generator[Any, Any, Any]) -> None:
         self.work = work
         self.mail: dict[tuple[Key, int], Array] = {}
+        self.as_given: dict[tuple[Key, int], Array] = {}
         self.waiting: Take | None = None
 
     @property
@@ -52,10 +55,16 @@ class _Desk:
 
     def go_on(self) -> Give | Take:
         wait, self.waiting = self.waiting, None
-        answer = wait and {p: self.mail.pop((wait.key, p)) for p in wait.of}
+        answer = wait and {p: self._taken(wait.key, p) for p in wait.of}
         item: Give | Take = self.work.send(answer)
         self.waiting = item if isinstance(item, Take) else None
         return item
+
+    def _taken(self, key: Key, sender: int) -> Array:
+        array = self.mail.pop((key, sender))
+        unchanged = array.tobytes() == self.as_given[key, sender].tobytes()
+        assert unchanged, f"{key} of {sender} was written before it was taken"
+        return array
 
 
 def run(passes: Passes, *, seed: int = 0) -> Ran:
@@ -78,14 +87,16 @@ def run(passes: Passes, *, seed: int = 0) -> Ran:
         if isinstance(item, Take):
             continue
         assert item.to, f"{item.key} is given to nobody"
-        for receiver, (outbox, n_elements) in item.to.items():
+        for receiver, (outbox, start, stop) in item.to.items():
             assert (item.key, partition, receiver) not in sent, "given twice"
-            assert n_elements > 0, f"nothing is given: {item.key}"
-            array = outbox.array[:n_elements].view()
+            array = outbox.array[start:stop].view()
+            assert len(array) == stop - start > 0, f"nothing is given: {item.key}"
             array.flags.writeable = False
             desks[receiver].mail[item.key, partition] = array
-            sent[item.key, partition, receiver] = n_elements
-            given.append((array, array.copy()))
+            desks[receiver].as_given[item.key, partition] = array.copy()
+            sent[item.key, partition, receiver] = stop - start
+            if item.key.phase not in COPIED:
+                given.append((array, array.copy()))
     left = [(p, key) for p, desk in desks.items() for key in desk.mail]
     assert not left, f"given but not taken: {left}"
     for array, before in given:

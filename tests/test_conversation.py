@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dbctl.launch.inproc import Faults, Network
-from dbctl.model.exchange import Give, Key, Take
+from dbctl.model.exchange import Give, Key, Run, Take
 from dbctl.roles.base import NEVER, NOW, Array, Effects, PlainBuffer, Send, View
 from dbctl.roles.conversation import AGREEMENT, Conversation
 from dbctl.wire import Ack, Boxes, Message, Need, Peer
@@ -54,7 +54,7 @@ def said(effects: Effects) -> list[tuple[str, Message, list[float]]]:
 
 
 def give_and_take(box: PlainBuffer, *, other: int = 1) -> Generator[Any, Any, list[float]]:
-    yield Give(STATES, {other: (box, len(box.array))})
+    yield Give(STATES, {other: Run(box, 0, len(box.array))})
     taken = yield Take(STATES, (other,))
     values: list[float] = taken[other].tolist()
     return values
@@ -113,7 +113,7 @@ def test_only_as_much_of_an_outbox_is_sent_as_was_said_and_bytes_are_counted() -
     talk = make(count=3)
 
     def work() -> Generator[Any, Any, None]:
-        yield Give(STATES, {1: (outbox(1, 2, 3), 2), 2: (outbox(4, 5, 6), 3)})
+        yield Give(STATES, {1: Run(outbox(1, 2, 3), 0, 2), 2: Run(outbox(3, 4, 5, 6), 1, 4)})
 
     talk.begin(work())
     effects, _ = talk.go_on(0.0)
@@ -331,11 +331,11 @@ class Talker:
     def _pass(self, number: int) -> Generator[Any, Any, None]:
         kept: list[tuple[Array, list[float]]] = []
         for turn in range(3):
-            to: dict[int, tuple[Any, int]] = {}
+            to: dict[int, Run] = {}
             for p in self._others:
                 box = self._boxes[turn, p]
                 box.array[:] = (number, turn, 10 * self._partition + p)
-                to[p] = (box, 3)
+                to[p] = Run(box, 0, 3)
             yield Give(Key("states", turn), to)
             taken = yield Take(Key("states", turn), tuple(self._others))
             kept += [(taken[p], [number, turn, 10 * p + self._partition]) for p in self._others]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep import Batch, Parts, Uncut, make_batch, run, shares_of
+from lockstep import COPIED, Batch, Parts, Uncut, make_batch, run, shares_of
 from network_cases import LOSSES, filters, networks, pools
 
 from dbctl.model.cut import NetworkCut, cut_fault, cut_network
@@ -21,8 +21,9 @@ from dbctl.model.layers.local2d import Local2dSpec
 from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import NetworkSpec, n_parameters, node_shapes, tensors
 from dbctl.model.part import box_of_rows
-from dbctl.model.part_layer import PartLayer
+from dbctl.model.part_layer import PartLayer, Post
 from dbctl.model.passes import Measurement
+from dbctl.roles.base import PlainBuffer
 
 BATCH = 5
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -332,13 +333,34 @@ def test_a_partition_asks_for_its_own_box_and_its_own_vector() -> None:
         next(network.measure(share, wide, batch.targets))
 
 
+def post_of(batch_size: int) -> Post:
+    return Post(PlainBuffer, batch_size=batch_size, dtype="float64")
+
+
+def test_whole_rows_are_sent_from_where_they_lie_and_columns_are_copied() -> None:
+    """Also of a short mini-batch, whose nodes lie closer together."""
+    layers = (Conv2dSpec(maps=2, kernel=3, padding="same"), LcnSpec(window=3), DenseSpec(units=4))
+    spec = NetworkSpec(input=(12, 6, 1), layers=layers, loss="softmax")
+    for grid, copies in (((3, 1), False), ((1, 3), True)):
+        parts = Parts(cut_network(spec, grid=grid), batch_size=BATCH)
+        for n in (BATCH, BATCH - 2):
+            loss, gradient, _ = parts.gradient(make_batch(spec, n))
+            wanted, whole = Uncut(spec, batch_size=BATCH).gradient(make_batch(spec, n))
+            assert np.allclose(loss, wanted)
+            assert np.allclose(gradient, whole)
+        copied = {
+            key.phase for network in parts.networks for key, _ in network._post._boxes
+        } & COPIED
+        assert copied == (COPIED if copies else set())
+
+
 @settings(max_examples=60, deadline=None)
 @given(cuts(networks()))
 def test_outputs_are_written_among_the_next_inputs_where_all_are_needed(cut: NetworkCut) -> None:
     """`in_place` exactly where all that is owned is needed; it may have strides there."""
     for index in range(1, len(cut.spec.layers)):
         for partition in range(cut.count):
-            layer = PartLayer(cut, index, partition, batch_size=2, dtype="float64")
+            layer = PartLayer(cut, index, partition, batch_size=2, dtype="float64", post=post_of(2))
             mine = cut.owned[index][partition]
             part = np.zeros((*layer.need.shape, 2))[layer.own.in_needed]
             assert layer.own.in_place == (part.size == 2 * len(mine) > 0)

@@ -84,6 +84,19 @@ def test_a_box_in_an_array_of_its_own(box: Box) -> None:
     assert back == Box.whole(box.shape)
 
 
+@given(boxes(), boxes())
+def test_a_box_is_one_run_of_another_if_its_nodes_follow_each_other(a: Box, b: Box) -> None:
+    box, n = a.intersection(b), len(a)
+    if not box:
+        return
+    places = np.arange(n).reshape(a.shape)[box.slices(a.starts)].ravel()
+    run = box.run_in(a)
+    in_one_run = bool((np.diff(places) == 1).all())
+    assert (run is not None) == in_one_run
+    if run is not None:
+        assert (run.start, run.stop) == (places[0], places[-1] + 1)
+
+
 def test_a_box_as_text_and_what_is_none() -> None:
     assert str(Box((0, 2), (3, 4))) == "[0:3, 2:4]"
     for starts, stops in [((0,), (1, 2)), ((2,), (1,)), ((-1,), (1,))]:

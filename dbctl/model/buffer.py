@@ -16,12 +16,17 @@ Array = NDArray[Any]
 
 
 class Buffer:
-    """Zeros for (*shape, batch) from which fewer rows are taken without a stride."""
+    """Zeros for (*shape, batch) from which fewer rows are taken without a stride.
 
-    def __init__(self, shape: tuple[int, ...], batch_size: int, *, dtype: Any) -> None:
+    `flat`: memory to use, of at least as many elements, in place of its own.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], batch_size: int, *, dtype: Any, flat: Array | None = None
+    ) -> None:
         self._shape = shape
         self._nodes = prod(shape)
-        self._flat = np.zeros(self._nodes * batch_size, dtype)
+        self._flat = np.zeros(self._nodes * batch_size, dtype) if flat is None else flat
 
     def rows(self, n: int) -> Array:
         """(*shape, n), C-contiguous: the first elements, for n rows of a mini-batch."""

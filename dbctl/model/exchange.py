@@ -36,11 +36,19 @@ class Outbox(Protocol):
     def array(self) -> Array: ...
 
 
+class Run(NamedTuple):
+    """Elements `start` to `stop` of an outbox."""
+
+    outbox: Outbox
+    start: int
+    stop: int
+
+
 class Give(NamedTuple):
-    """To each partition named: the first `n_elements` of an outbox."""
+    """To each partition named: a run of an outbox, which stays as it is until it was taken."""
 
     key: Key
-    to: dict[int, tuple[Outbox, int]]
+    to: dict[int, Run]
 
 
 class Take(NamedTuple):

@@ -14,6 +14,11 @@ back to it.
 What others wait for is computed and given first, and what needs nothing of theirs while it is on
 its way: shared weights before all else, partial sums of others' outputs before those of the own,
 gradients by inputs before those by weights; partial gradients of shared weights are added up last.
+
+Boxes that are runs of their array (whole rows) are sent from where they lie. Nodes of a level lie
+unchanged until the layer below destroys them, going back: by then everybody they were sent to has
+taken them, because each of those has given the gradient by them. Gradients by others' nodes lie
+unchanged until the next pass.
 """
 
 from __future__ import annotations
@@ -26,12 +31,12 @@ from numpy.typing import NDArray
 
 from dbctl.model.buffer import Buffer
 from dbctl.model.cut import NetworkCut
-from dbctl.model.exchange import Exchange, Key, Take
+from dbctl.model.exchange import Exchange, Give, Key, Outbox, Take
 from dbctl.model.kernels.dense import Dense
 from dbctl.model.kernels.dense_inputs import DenseByInputs
 from dbctl.model.kernels.dropout import Dropout
 from dbctl.model.layers.dropout import Draw
-from dbctl.model.part_layer import MakeOutbox, PartLayer, Post, add_all, views_of
+from dbctl.model.part_layer import Crossing, MakeOutbox, PartLayer, Post, add_all, views_of
 from dbctl.model.part_loss import PartLoss
 from dbctl.region import Box
 
@@ -66,7 +71,7 @@ class PartNetwork:
         self._batch_size = batch_size
         self._post = Post(outbox, batch_size=batch_size, dtype=dtype)
         self._layers = [
-            PartLayer(cut, index, partition, batch_size=batch_size, dtype=dtype)
+            PartLayer(cut, index, partition, batch_size=batch_size, dtype=dtype, post=self._post)
             for index in range(len(cut.spec.layers))
         ]
         own = [owned[partition].shape for owned in cut.owned]
@@ -158,10 +163,8 @@ class PartNetwork:
         if index == 0:
             return own
         key = Key("states", index)
-        for p, box in layer.sends.items():
-            np.copyto(self._post.room(key, (p,), (*box.shape, n), rows=n), own[box.place])
         if layer.sends:
-            yield self._post.give(key)
+            yield self._give(key, layer.sends, own, lent=layer.lent_inputs)
         if layer.is_local:
             return own
         whole = layer.inputs.rows(n)
@@ -172,6 +175,19 @@ class PartNetwork:
             for p, box in layer.takes.items():
                 whole[box.place] = taken[p].reshape(*box.shape, n)
         return whole
+
+    def _give(
+        self, key: Key, boxes: dict[int, Crossing], array: Array, *, lent: Outbox | None
+    ) -> Give:
+        """Boxes of `array`, whose memory is `lent`: where they lie, or copied if not in a run."""
+        n = array.shape[-1]
+        for p, box in boxes.items():
+            if lent is not None and box.run is not None:
+                self._post.lend(p, lent, box.run, rows=n)
+            else:
+                room = self._post.room(key, (p,), (*box.shape, n), rows=n)
+                np.copyto(room, array[box.place])
+        return self._post.give(key)
 
     def _give_shared(self, parameters: Array) -> Pass:
         """Shared weights are given by their owner at the start of each mini-batch."""
@@ -242,10 +258,7 @@ class PartNetwork:
         layer, key = self._layers[index], Key("back", index)
         if dx is None or not layer.takes:
             return
-        n = dx.shape[-1]
-        for p, box in layer.takes.items():
-            np.copyto(self._post.room(key, (p,), (*box.shape, n), rows=n), dx[box.place])
-        yield self._post.give(key)
+        yield self._give(key, layer.takes, dx, lent=layer.lent_dx)
 
     def _take_back(self, index: int, dx: Array) -> Pass:
         """The gradient by our nodes of the level below: our own share and what others give."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dbctl.model.buffer import Buffer
 from dbctl.model.cut import NetworkCut
-from dbctl.model.exchange import Give, Key, Outbox
+from dbctl.model.exchange import Give, Key, Outbox, Run
 from dbctl.model.kernels.dense_inputs import DenseByInputs
 from dbctl.model.layers.dense import DenseSpec
 from dbctl.model.passes import KERNELS, Kernel
@@ -29,7 +29,7 @@ class Post:
     """Outboxes by exchange and receivers, made when first used.
 
     An outbox is written by `room` or `send` at most once a pass and stays as it is until the pass
-    is over on all partitions.
+    is over on all partitions. What `lend` sends lies in memory that passes work on.
     """
 
     def __init__(self, make: MakeOutbox, *, batch_size: int, dtype: str) -> None:
@@ -37,7 +37,7 @@ class Post:
         self._batch_size = batch_size
         self._dtype = dtype
         self._boxes: dict[tuple[Key, tuple[int, ...]], Outbox] = {}
-        self._written: dict[int, tuple[Outbox, int]] = {}
+        self._written: dict[int, Run] = {}
 
     def room(
         self, key: Key, to: Iterable[int], shape: tuple[int, ...], *, rows: int | None
@@ -52,8 +52,16 @@ class Post:
             most = size if rows is None else size // rows * self._batch_size
             self._boxes[key, receivers] = self._make(most, self._dtype)
         outbox = self._boxes[key, receivers]
-        self._written.update(dict.fromkeys(receivers, (outbox, size)))
+        self._written.update(dict.fromkeys(receivers, Run(outbox, 0, size)))
         return outbox.array[:size].reshape(shape)
+
+    def memory(self, n_nodes: int) -> Outbox:
+        """For `n_nodes` of a whole mini-batch, to be lent."""
+        return self._make(n_nodes * self._batch_size, self._dtype)
+
+    def lend(self, to: int, outbox: Outbox, nodes: Range, *, rows: int) -> None:
+        """Partition `to` is sent `nodes` as they lie in `memory` by the next `give`."""
+        self._written[to] = Run(outbox, nodes.start * rows, nodes.stop * rows)
 
     def give(self, key: Key) -> Give:
         """What was written since the last one."""
@@ -67,10 +75,14 @@ class Post:
 
 
 class Crossing(NamedTuple):
-    """A box of a level that crosses: its shape, and its place in an array of ours."""
+    """A box of a level that crosses: its shape, and its place in an array of ours.
+
+    `run`: where its nodes lie in the array of what we need; None: not there, or not in one run.
+    """
 
     shape: tuple[int, ...]
     place: tuple[slice, ...]
+    run: Range | None
 
 
 class Flat(NamedTuple):
@@ -85,11 +97,20 @@ class PartLayer:
 
     `sends`: nodes of ours that others need, by partition, in the array of what we own. `takes`:
     those of others that we need, in the array of what we need. `kernel`: None without outputs of
-    ours, and where the layer is cut by its inputs.
+    ours, and where the layer is cut by its inputs. `inputs`: what we need, our own and others'
+    nodes, and `dx` the gradient by it; `lent_inputs` and `lent_dx` are their memory where runs of
+    it are sent from where they lie.
     """
 
     def __init__(
-        self, cut: NetworkCut, index: int, partition: int, *, batch_size: int, dtype: str
+        self,
+        cut: NetworkCut,
+        index: int,
+        partition: int,
+        *,
+        batch_size: int,
+        dtype: str,
+        post: Post,
     ) -> None:
         spec, box = cut.spec.layers[index], cut.owned[index + 1][partition]
         mine = cut.owned[index][partition]
@@ -99,13 +120,14 @@ class PartLayer:
         self.x: Array = np.empty(0)
         self.weights: list[Array] = []
         self.tensors = _tensors_of(cut, index, partition)
-        self.sends = _crossings(
-            {p: cut.sent(index, partition, p) for p in others}, origin=mine.starts
-        )
-        self.takes = _crossings(
-            {p: cut.sent(index, p, partition) for p in others}, origin=self.need.starts
-        )
         self.own = _own(mine, self.need)
+        sent = {p: cut.sent(index, partition, p) for p in others}
+        taken = {p: cut.sent(index, p, partition) for p in others}
+        self.takes = _crossings(taken, self.need, lain=self.need)
+        lain = self.need if self.takes and self.own.in_place else None
+        self.sends = _crossings(sent, mine, lain=lain)
+        self.lent_inputs: Outbox | None = None
+        self.lent_dx: Outbox | None = None
         self.kernel: Kernel | None = None
         self.by_inputs: DenseByInputs | None = None
         self.shared: Shared | None = None
@@ -123,9 +145,14 @@ class PartLayer:
         if box:
             shape = cut.shapes[index]
             self.kernel = KERNELS[spec.type](spec, shape, box, batch_size=batch_size, dtype=dtype)
+        if index and any(box.run for box in self.sends.values()):
+            self.lent_inputs = post.memory(len(self.need))
+        if index and any(box.run for box in self.takes.values()):
+            self.lent_dx = post.memory(len(self.need))
         gathered = self.need.shape if index and not self.is_local else (0,)
-        self.inputs = Buffer(gathered, batch_size, dtype=dtype)
-        self.dx = Buffer(self.need.shape if index else (0,), batch_size, dtype=dtype)
+        back = self.need.shape if index else (0,)
+        self.inputs = Buffer(gathered, batch_size, dtype=dtype, flat=_flat(self.lent_inputs))
+        self.dx = Buffer(back, batch_size, dtype=dtype, flat=_flat(self.lent_dx))
         if cut.owner_of_shared(index) is not None:
             self.shared = Shared(cut, index, partition, dtype=dtype)
 
@@ -150,8 +177,17 @@ def _own(mine: Box, need: Box) -> Own:
     return Own(*places, is_all=mine == need, in_place=bool(mine) and both == mine)
 
 
-def _crossings(boxes: dict[int, Box], *, origin: tuple[int, ...]) -> dict[int, Crossing]:
-    return {p: Crossing(box.shape, box.slices(origin)) for p, box in boxes.items() if box}
+def _crossings(boxes: dict[int, Box], array: Box, *, lain: Box | None) -> dict[int, Crossing]:
+    """Boxes in the array of `array`'s nodes, which lie in memory with all of `lain`."""
+    return {
+        p: Crossing(box.shape, box.slices(array.starts), box.run_in(lain) if lain else None)
+        for p, box in boxes.items()
+        if box
+    }
+
+
+def _flat(outbox: Outbox | None) -> Array | None:
+    return outbox.array if outbox is not None else None
 
 
 def _tensors_of(cut: NetworkCut, index: int, partition: int) -> list[Flat]:

@@ -2,10 +2,11 @@
 
 Rules of this file: pure (roles/base.py). Theory of operation: a pass is a generator that yields
 `Give` and `Take` (model/exchange.py). Passes are numbered alike on all partitions. What is given is
-sent from memory that stays as it is until the pass is over everywhere; what is taken is waited for,
-and asked for again (Need) when it does not come. Each pass ends with an agreement, in which every
-partition gives and takes a few float64 numbers: nobody begins the next pass, and so writes its
-outboxes again, before all have finished this one. The agreement itself uses two outboxes in turn.
+sent from memory that stays as it is until it was taken; what is taken is waited for, and asked for
+again (Need) when it does not come; what comes again after it was taken is never used. Each pass
+ends with an agreement, in which every partition gives and takes a few float64 numbers: nobody
+begins the next pass, and so writes its outboxes again, before all have finished this one. The
+agreement itself uses two outboxes in turn.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dbctl.model.exchange import Exchange, Give, Key, Take
+from dbctl.model.exchange import Exchange, Give, Key, Run, Take
 from dbctl.roles.base import Allocate, Array, Buffer, Effects, Send, View
 from dbctl.roles.worker import Timer
 from dbctl.wire import Boxes, Message, Need
@@ -111,8 +112,8 @@ class Conversation:
 
     def _give(self, give: Give) -> Effects:
         effects: Effects = []
-        for partition, (outbox, n_elements) in give.to.items():
-            view = View(outbox, 0, n_elements)
+        for partition, (outbox, start, stop) in give.to.items():
+            view = View(outbox, start, stop)
             self._sent[self._number, give.key, partition] = view
             self.bytes_sent += view.array.nbytes
             effects.append(self._boxes(self._number, give.key, partition))
@@ -159,7 +160,7 @@ class Conversation:
             self._agreements[turn] = self._allocate(len(own), "<f8")
         outbox = self._agreements[turn]
         outbox.array[: len(own)] = own
-        yield Give(key, dict.fromkeys(self._names, (outbox, len(own))))
+        yield Give(key, dict.fromkeys(self._names, Run(outbox, 0, len(own))))
         taken = yield Take(key, tuple(sorted(self._names)))
         everybody = {**{p: a.tolist() for p, a in taken.items()}, self._partition: list(own)}
         return [everybody[p] for p in sorted(everybody)]
