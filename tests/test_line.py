@@ -122,8 +122,12 @@ def test_who_expects_an_answer_looks_for_it_before_sleeping(lines: tuple[Line, L
     assert waits == [500]
     writer.send("reader", b"x")
     writer.wait(0.5)
-    assert len(waits) > 3
-    assert waits[1:] == [0] * (len(waits) - 2) + [500]
+    assert waits == [500, 500]
+    writer.send("reader", b"x", expects=True)
+    writer.send("reader", b"x")
+    writer.wait(0.5)
+    assert len(waits) > 4
+    assert waits[2:] == [0] * (len(waits) - 3) + [500]
     writer.wait(None)
     assert waits[-1] is None
 

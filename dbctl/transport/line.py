@@ -12,8 +12,8 @@ kernel writes whole (PIPE_BUF), so that those of several writers never mix. A fu
 nothing, and the message goes by the socket. A payload is in shared memory, as ever.
 
 The loop waits for its pipe and for the link thread (`ring`) at once. A core that sleeps takes some
-50 us to wake up, so whoever has just sent such a message looks again and again for about as long,
-because an answer is likely, before it sleeps.
+50 us to wake up, so whoever has just sent what is answered at once looks again and again for about
+as long before it sleeps. Others do not: their core is wanted by those that compute.
 """
 
 from __future__ import annotations
@@ -89,8 +89,11 @@ class Line:
         if fd is not None:
             os.close(fd)
 
-    def send(self, node: str, frame: bytes | memoryview) -> bool:
-        """False: there is no line to `node`, it is full, or the frame is too long for it."""
+    def send(self, node: str, frame: bytes | memoryview, *, expects: bool = False) -> bool:
+        """False: there is no line to `node`, it is full, or the frame is too long for it.
+
+        `expects`: an answer is likely to come at once.
+        """
         fd = self._to.get(node)
         if fd is None or _LENGTH.size + len(frame) > select.PIPE_BUF:
             return False
@@ -101,7 +104,7 @@ class Line:
         except BrokenPipeError:  # it ended; what is sent to it is lost in any case
             self.forget(node)
             return False
-        self._expects = True
+        self._expects = self._expects or expects
         return True
 
     # ------------------------------------------------------------ from others

@@ -41,6 +41,7 @@ IDLE_S = 60.0
 IPC = "ipc://"
 # They may overtake what was sent earlier, and are sent again or asked for when lost.
 DIRECT = frozenset({Boxes, Fetch, Params, Push, Ack, Return})
+ANSWERED = frozenset({Boxes, Fetch})  # at once; a partition gives while it is given
 
 _log = logging.getLogger("dbctl.link")
 
@@ -209,7 +210,8 @@ class Link:
         self._check()
         frames = self._packer.pack(to, message)
         if type(message) in DIRECT and len(frames) == len(frames[0]) == 1:
-            if to in self._spoken and self._line.send(to, frames[0][0]):
+            expects = type(message) in ANSWERED
+            if to in self._spoken and self._line.send(to, frames[0][0], expects=expects):
                 return
             # The first goes by the socket: the other may know no way to answer but the way it came.
             self._spoken.add(to)
