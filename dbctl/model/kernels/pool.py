@@ -15,7 +15,7 @@ is written directly; else gradients are added up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,7 +39,8 @@ class Pool:
     ) -> None:
         self.input_box = spec.input_box(inputs, box)
         self.tensors = spec.tensors(inputs, box)
-        self._sizes, self._strides = spec.sizes, spec.strides
+        self._strides = spec.strides
+        self._offsets = [(p, q) for p in range(spec.sizes[0]) for q in range(spec.sizes[1])]
         self._kind = _KINDS[spec.kind](spec.sizes[0] * spec.sizes[1])
         self._edge_to_edge = spec.sizes == spec.strides
         row = box.shape[1:]
@@ -50,9 +51,9 @@ class Pool:
         """Writes the pooled nodes into `out`, the box's shape and n. `x` is (input box, n)."""
         scratch = self._scratch.rows(x.shape[-1])
         for index, row in enumerate(out):
-            windows = self._positions(x, index, columns=len(row))
-            self._kind.first(next(windows), row)
-            for position in windows:
+            first, *others = self._positions(x, index, columns=len(row))
+            self._kind.first(first, row)
+            for position in others:
                 self._kind.join(position, row, scratch)
             self._kind.finish(row)
 
@@ -86,13 +87,11 @@ class Pool:
                 if not self._edge_to_edge:
                     np.add(d_position, scratch, out=d_position)
 
-    def _positions(self, x: Array, row: int, *, columns: int) -> Iterator[Array]:
+    def _positions(self, x: Array, row: int, *, columns: int) -> list[Array]:
         """Each position of the windows of an output row in turn, (columns, maps, n)."""
-        (height, width), (down, across) = self._sizes, self._strides
+        down, across = self._strides
         span = (columns - 1) * across + 1
-        for p in range(height):
-            for q in range(width):
-                yield x[row * down + p, q : q + span : across]
+        return [x[row * down + p, q : q + span : across] for p, q in self._offsets]
 
 
 class _Kind(Protocol):
