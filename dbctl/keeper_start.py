@@ -20,7 +20,7 @@ from pathlib import Path
 from dbctl import __version__
 from dbctl.agent_options import OPTIONS_BYTES_MAX
 from dbctl.envelope import PROTOCOL_VERSION
-from dbctl.process import one_line, read_line
+from dbctl.process import escape_line, log, one_line, read_line
 
 PARENT = "/tmp"  # short: an address of a socket holds 107 bytes
 PREFIX = "dbctl-keeper-"
@@ -29,7 +29,6 @@ LOG = "keeper.log"
 IDLE_LIMIT_S = 12 * 3600.0
 BEGIN_LIMIT_S = 60.0  # from its directory to its socket
 BACKLOG = 128
-STOPPED = "the cluster is being stopped: this run ends with it"  # in the log of the run's agent
 
 
 def told() -> argparse.Namespace:
@@ -137,3 +136,8 @@ def say_ready(directory: str) -> None:
     # What a login file printed before may have no end of line.
     sys.stdout.write(f"\nREADY {json.dumps(ready)}\n")
     sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """An event in a keeper's log; what others called their runs is escaped."""
+    log("keeper", escape_line(text))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
-from dbctl.proctree import start_of
+from dbctl.proctree import children_of, start_of
+from tests.cluster.harness import state, wait_until
 
 
 def test_the_start_time_is_found_behind_any_process_name(tmp_path: Path) -> None:
@@ -19,3 +21,19 @@ def test_the_start_time_is_found_behind_any_process_name(tmp_path: Path) -> None
         assert 0 <= start - before < 60 * 100  # ticks of the clock
         for one in (plain, process):
             one.kill()
+
+
+def test_living_children_with_their_words_and_sizes() -> None:
+    with subprocess.Popen(["sleep", "30"]) as child:
+        wait_until(lambda: _words(child.pid) == ["sleep", "30"])
+        [found] = [one for one in children_of([os.getpid()])[os.getpid()] if one.pid == child.pid]
+        assert found.rss_bytes > 4096
+        assert 0.0 <= found.age_s < 20.0
+        child.kill()
+        wait_until(lambda: state(child.pid) == "Z")
+        assert child.pid not in [one.pid for one in children_of([os.getpid()])[os.getpid()]]
+    assert children_of([2**30]) == {2**30: []}
+
+
+def _words(pid: int) -> list[str]:
+    return next((o.words for o in children_of([os.getpid()])[os.getpid()] if o.pid == pid), [])

@@ -9,7 +9,7 @@ import pytest
 
 from dbctl.caller import NO_KEEPER
 from dbctl.experiment.specs import HostSpec
-from dbctl.keeper_start import STOPPED
+from dbctl.keeper_runs import STOPPED
 from dbctl.launch import standing
 from dbctl.launch.base import ReadyLine
 from dbctl.launch.ssh import _Attempt

@@ -21,7 +21,7 @@ import dbctl
 from dbctl.agent_options import LET_GO
 from dbctl.caller import NO_KEEPER
 from dbctl.experiment.specs import HostSpec
-from dbctl.keeper_start import STOPPED
+from dbctl.keeper_runs import STOPPED
 
 SSH_FAILED = 255
 NO_PROGRAM = (126, 127)
