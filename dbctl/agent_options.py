@@ -1,20 +1,19 @@
 """What an agent is told at its start: on its command line here, on standard input on another host.
 
-Rules of this file: values of the user go over standard input, never into a command that a shell of
-another host takes apart; whatever is wrong is an error before the agent listens anywhere.
+Rules of this file: whatever is wrong is an error before the agent listens anywhere; directories are
+made here and only here.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dbctl.process import one_line, read_line
+from dbctl.options_line import read_options
 
-OPTIONS_BYTES_MAX = 1 << 16
 LET_GO = "standard input ended: the controller is gone"  # why an agent ended, in its log
 
 
@@ -43,26 +42,24 @@ class Told:
 
 
 def told() -> Told:
-    """One line of JSON on standard input. ValueError: no such line; nothing is made yet."""
-    line = read_line(0, OPTIONS_BYTES_MAX)
-    if line is None:
-        raise ValueError(f"no options of at most {OPTIONS_BYTES_MAX} bytes on standard input")
-    values = json.loads(line)
-    try:
-        os.environ.update(values["env"])
-        logs = Path(values["workdir"]).expanduser() / values["run"]
-        options = argparse.Namespace(
-            runtime=values["runtime"], run=values["run"], name=values["name"],
-            logs=str(logs), lease=values["lease"],
-        )  # fmt: skip
-        return Told(
-            options=options,
-            question={"workdir": values["workdir"], **values.get("examine", {})},
-            reach=bool(values.get("reach")),
-            only=bool(values.get("only")),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"options of another form: {one_line(error)}") from error
+    """As a line on standard input. ValueError: no such line; nothing is made yet."""
+    return read_options(_told)
+
+
+def _told(values: dict[str, Any]) -> Told:
+    logs = Path(values["workdir"]).expanduser() / values["run"]
+    return Told(
+        options=argparse.Namespace(
+            runtime=values["runtime"],
+            run=values["run"],
+            name=values["name"],
+            logs=str(logs),
+            lease=values["lease"],
+        ),
+        question={"workdir": values["workdir"], **values.get("examine", {})},
+        reach=bool(values.get("reach")),
+        only=bool(values.get("only")),
+    )
 
 
 def make_directories(options: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ import socket
 import sys
 from typing import Any
 
-from dbctl.agent_options import OPTIONS_BYTES_MAX
+from dbctl.options_line import OPTIONS_BYTES_MAX
 from dbctl.process import escape_line, leave_signals, log, one_line, read_line
 
 GONE = 69  # no keeper there

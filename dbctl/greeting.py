@@ -22,9 +22,10 @@ import time
 from msgspec import convert, to_builtins
 
 from dbctl import __version__
-from dbctl.agent_options import OPTIONS_BYTES_MAX, Told
+from dbctl.agent_options import Told
 from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.examine import Examination, Question, reach
+from dbctl.options_line import OPTIONS_BYTES_MAX
 from dbctl.process import log, memory_domain, read_line
 
 PATIENCE_S = 60.0  # with a controller that says no more: it waits 30 s for the slowest host

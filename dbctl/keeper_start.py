@@ -16,11 +16,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from dbctl import __version__
-from dbctl.agent_options import OPTIONS_BYTES_MAX
 from dbctl.envelope import PROTOCOL_VERSION
-from dbctl.process import escape_line, log, one_line, read_line
+from dbctl.options_line import read_options
+from dbctl.process import escape_line, log
 
 PARENT = "/tmp"  # short: an address of a socket holds 107 bytes
 PREFIX = "dbctl-keeper-"
@@ -32,21 +33,18 @@ BACKLOG = 128
 
 
 def told() -> argparse.Namespace:
-    """The options as one line of JSON on standard input; ValueError, OSError: they are none."""
-    line = read_line(0, OPTIONS_BYTES_MAX)
-    if line is None:
-        raise ValueError(f"no options of at most {OPTIONS_BYTES_MAX} bytes on standard input")
-    values = json.loads(line)
-    try:
-        os.environ.update(values["env"])
-        workdir = Path(values["workdir"]).expanduser()
-        options = argparse.Namespace(
-            cluster=str(values["cluster"]), idle=float(values.get("idle", IDLE_LIMIT_S))
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"options of another form: {one_line(error)}") from error
-    workdir.mkdir(parents=True, exist_ok=True)
+    """The options, and the work directory is there. ValueError, OSError: it cannot begin."""
+    options = read_options(_told)
+    options.workdir.mkdir(parents=True, exist_ok=True)
     return options
+
+
+def _told(values: dict[str, Any]) -> argparse.Namespace:
+    return argparse.Namespace(
+        cluster=str(values["cluster"]),
+        idle=float(values.get("idle", IDLE_LIMIT_S)),
+        workdir=Path(values["workdir"]).expanduser(),
+    )
 
 
 def listen() -> tuple[socket.socket, str]:

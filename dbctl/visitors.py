@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from dbctl.agent_options import OPTIONS_BYTES_MAX
+from dbctl.options_line import OPTIONS_BYTES_MAX
 
 N_DESCRIPTORS = 2  # standard output and error of a run's agent
 

@@ -386,7 +386,7 @@ def told_on_stdin(text: bytes, monkeypatch: pytest.MonkeyPatch, home: Path) -> T
     monkeypatch.setenv("HOME", str(home))
     (home.parent / f"{home.name}.in").write_bytes(text)
     read = os.open(home.parent / f"{home.name}.in", os.O_RDONLY)
-    monkeypatch.setattr("dbctl.agent_options.read_line", lambda fd, limit: read_line(read, limit))
+    monkeypatch.setattr("dbctl.options_line.read_line", lambda fd, limit: read_line(read, limit))
     try:
         return told()
     finally:
