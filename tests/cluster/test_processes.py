@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from dbctl.agent import GENTLE_S
+from dbctl.children import GENTLE_S
 from dbctl.launch.base import make_runtime, python_command, python_environment, start_order
 from dbctl.process import EXIT_FENCED, EXIT_ORPHANED
 from dbctl.wire import Ack, Cut, Evaluate, Exited, Finish, Grant, Halt, Return
