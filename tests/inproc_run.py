@@ -25,6 +25,7 @@ from dbctl.progress.text import Summary
 from dbctl.roles.base import Done, Effects, PlainBuffer, Record, Save
 from dbctl.roles.cuts import CompleteCut
 from dbctl.run.initial_run import settle
+from dbctl.run.life import Life
 from dbctl.run.methods import state_vectors
 from dbctl.run.resume import prepare
 from dbctl.run.saver import put
@@ -37,7 +38,6 @@ from dbctl.run.setting import (
     plan_of,
 )
 from dbctl.run.shipments import shipments_of
-from dbctl.run.train import Life
 from dbctl.run.wiring import wired
 from dbctl.rundir import RunDir, RunInfo, create
 

@@ -41,7 +41,7 @@ def evaluate(
     from dbctl.cli.cluster import cluster_of
     from dbctl.progress.display import make_display
     from dbctl.run import evaluate as run
-    from dbctl.run.train import EXIT_CODES
+    from dbctl.run.life import EXIT_CODES
 
     display = make_display(json=False, stderr_is_tty=sys.stderr.isatty(), quiet=True)
     where = Path(predictions) if predictions is not None else None

@@ -30,6 +30,7 @@ from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.clusters import Cluster, overrides_on, standing_on
 from dbctl.run.find import find
 from dbctl.run.hosts import wire
+from dbctl.run.life import EXIT_CODES, Life, gave_up
 from dbctl.run.methods import METHOD, described, state_vectors
 from dbctl.run.preflight import needs_of
 from dbctl.run.room import check_room
@@ -44,7 +45,6 @@ from dbctl.run.setting import (
 )
 from dbctl.run.shipments import shipments_of
 from dbctl.run.signals import Interrupted, Signals
-from dbctl.run.train import EXIT_CODES, Life, gave_up
 from dbctl.run.wiring import Wiring
 from dbctl.rundir import RunDir
 from dbctl.wire import Position

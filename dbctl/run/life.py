@@ -1,0 +1,296 @@
+"""One life of a run in its directory: its session, what its checkpoints say, and its last lines.
+
+Rules of this file: everything that can be wrong with a request was found before (train.py,
+resume.py); whatever becomes of the session, metrics, status and the last lines say it, and the exit
+status is that of the outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+
+from msgspec.structs import replace
+
+from dbctl.checkpoint.layout import Facts, ReplicaRow
+from dbctl.errors import DbctlError, LaunchError
+from dbctl.experiment.specs import Experiment, SshCluster
+from dbctl.launch.base import Launcher, make_runtime
+from dbctl.launch.ssh_words import NOWHERE, Standing
+from dbctl.plan import Plan
+from dbctl.progress.display import Display
+from dbctl.progress.text import Summary
+from dbctl.roles.base import Save
+from dbctl.roles.cuts import CompleteCut
+from dbctl.run.findings import Needs
+from dbctl.run.hosts import launcher_of
+from dbctl.run.methods import extra_of, leader_of, state_vectors
+from dbctl.run.nodes import Nodes
+from dbctl.run.parts import FarParts
+from dbctl.run.processes import Processes
+from dbctl.run.records import RunRecords
+from dbctl.run.saver import Saver
+from dbctl.run.session import Outcome, Session
+from dbctl.run.setting import (
+    LEASE_S,
+    Origin,
+    describe,
+    make_nodes,
+    network_digest,
+    new_run_id,
+    vectors_of,
+)
+from dbctl.run.shipments import Shipments
+from dbctl.run.signals import Signals
+from dbctl.run.wiring import UNENCRYPTED, Wiring
+from dbctl.rundir import RunDir, RunInfo
+
+FINISHED = ("done", "converged", "max_iterations")
+EXIT_CODES = {
+    **dict.fromkeys(FINISHED, 0),
+    "failed": 1,
+    "line_search_failed": 1,
+    "stopped": 75,
+    "interrupted": 130,
+}
+
+
+def gave_up(signals: Signals, display: Display) -> int:
+    """The exit status of a life that a signal ended before anything was started."""
+    display.warn(f"{signals.status} while the data were read: nothing was started")
+    display.close()
+    return EXIT_CODES[signals.status]
+
+
+class Life:
+    """One life of a run in its directory: `train` begins the first, each `resume` another.
+
+    `data` is the digest of the training data: every checkpoint keeps it. `wiring`: which nodes
+    share a host. `shipments`: what hosts are sent of the data; `needs`: what they must have.
+    `standing`: who starts the agents there, of a cluster that stays up.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run_dir: RunDir,
+        display: Display,
+        *,
+        origin: Origin,
+        data: str,
+        wiring: Wiring,
+        shipments: Shipments,
+        needs: Mapping[str, Needs],
+        standing: Standing = NOWHERE,
+    ) -> None:
+        self.plan = plan
+        self.shipments = shipments
+        self.wiring = wiring
+        self.needs = needs
+        self.standing = standing
+        self.run_dir = run_dir
+        self.display = display
+        self.origin = origin
+        self.run_id = new_run_id()
+        self.coordinator = leader_of(plan, origin)
+        self._digest = network_digest(plan.experiment)
+        self._data = data
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.plan.experiment
+
+    def run(
+        self,
+        signals: Signals,
+        *,
+        lease_s: float = LEASE_S,
+        factories: Mapping[str, str] | None = None,
+    ) -> int:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self.display.close)
+            runtime = make_runtime()
+            at_end.callback(shutil.rmtree, runtime, ignore_errors=True)
+            records = RunRecords(
+                self.run_dir, self.display, self.coordinator, run=self.run_id, now=time.monotonic
+            )
+            at_end.callback(records.close)
+            info = RunInfo.of_this_process(self.run_id, control=runtime, command=sys.argv)
+            self.run_dir.write_info(
+                replace(
+                    info,
+                    initialize_from=self.experiment.initialize_from,
+                    encryption=self.wiring.encryption,
+                )
+            )
+            processes = Processes(
+                run=self.run_id,
+                runtime=runtime,
+                launcher=self._launcher(signals, runtime=runtime, lease_s=lease_s),
+                lease_s=lease_s,
+                log_path=lambda node: str(self.run_dir.log_path(node)),
+            )
+            session = Session(
+                processes=processes,
+                coordinator=self.coordinator,
+                records=records,
+                signals=signals,
+                vectors=vectors_of(self.origin, self.run_dir.path),
+                shipments=self.shipments,
+                save=self.save,
+            )
+            if self.wiring.encryption == "off":
+                self.display.warn(UNENCRYPTED)
+            records.append(
+                "start",
+                run=self.run_id,
+                restore=self.origin.restore or None,
+                initialize=self.origin.initialize or None,
+                **describe(self.plan),
+            )
+            nodes = partial(
+                make_nodes,
+                self.plan,
+                run=self.run_id,
+                run_dir=self.run_dir.path.absolute(),
+                origin=self.origin,
+                lease_s=lease_s,
+                factories=factories,
+                wiring=self.wiring,
+                shipped=self.shipments.shipped,
+            )
+            try:
+                outcome = session.run(nodes, self._make_saver)
+            except LaunchError as error:
+                self._finish(records, processes.nodes, Outcome(status="failed", error=error))
+                return error.exit_code
+            return self._finish(records, processes.nodes, outcome)
+
+    def _launcher(self, signals: Signals, *, runtime: str, lease_s: float) -> Launcher:
+        return launcher_of(
+            self.plan,
+            run=self.run_id,
+            runtime=runtime,
+            logs=self.run_dir.logs,
+            lease_s=lease_s,
+            interrupted=lambda: signals.count > 0,
+            needs=self.needs,
+            wiring=self.wiring,
+            warn=self.display.warn,
+            standing=self.standing,
+        )
+
+    def _make_saver(self, wake: object) -> Saver:
+        assert callable(wake)
+        return Saver(
+            self.run_dir.checkpoints,
+            cut=self.plan.cut,
+            vectors=state_vectors(self.experiment),
+            keep=self.experiment.checkpoint.keep,
+            wake=wake,
+            far=FarParts(self.plan.shards, wake),
+        )
+
+    def save(self, saver: Saver, save: Save) -> None:
+        """Hands a complete cut to the writer, with all that its manifest says."""
+        cut: CompleteCut = save.cut
+        now, figures = time.monotonic(), self.coordinator.figures
+        saver.save(
+            cut,
+            Facts(
+                run=self.run_id,
+                network=self._digest,
+                updates=cut.updates,
+                rows=tuple(ReplicaRow.at(r, p) for r, p in sorted(cut.rows.items())),
+                replicas=self.experiment.replicas,
+                partitions=self.plan.cut.count,
+                shards=len(self.plan.shards),
+                seconds=figures.seconds(now),
+                epochs=figures.epochs,
+                examples=figures.examples_at(
+                    cut.rows, batch_size=self.experiment.optimizer.batch_size
+                ),
+                extra={
+                    "dropped_pushes": cut.dropped,
+                    "status": self.coordinator.status,
+                    "finished": cut.final and self.coordinator.status in FINISHED,
+                    "stop": asdict(self.experiment.stop),
+                    "data": self._data,
+                    "test_accuracy": figures.test_accuracy,
+                    "first_loss": figures.first_loss,
+                    "lost": sorted(figures.dead),
+                    **extra_of(self.coordinator),
+                },
+            ),
+        )
+
+    # ------------------------------------------------------------------------------- the end
+
+    def _finish(self, records: RunRecords, nodes: Nodes, outcome: Outcome) -> int:
+        now, figures = time.monotonic(), self.coordinator.figures
+        summary = figures.summary(now)
+        records.append("finished", status=outcome.status, reason=outcome.reason, **summary)
+        records.write_status(now, nodes, outcome.status)
+        error = self._error(outcome, records)
+        if error is not None:
+            self.display.event("error", f"dbctl: error: {error}", {"message": str(error)})
+        elif outcome.error is not None:
+            self.display.warn(f"no final checkpoint: {outcome.error}")
+        notes = tuple(self._notes(outcome, records))
+        self.display.finished(
+            Summary(run_dir=str(self.run_dir.path), status=outcome.status, notes=notes, **summary)
+        )
+        return EXIT_CODES[outcome.status]
+
+    def _error(self, outcome: Outcome, records: RunRecords) -> DbctlError | str | None:
+        if EXIT_CODES[outcome.status] != 1:
+            return None
+        return outcome.error or outcome.reason
+
+    def _notes(self, outcome: Outcome, records: RunRecords) -> list[str]:
+        figures, notes = self.coordinator.figures, []
+        for replica, rows in figures.left_out().items():
+            notes.append(f"replica {replica} was lost: its {rows:,} rows were left out")
+        if figures.refused():
+            notes.append(f"{figures.refused()} gradients that were not finite were refused")
+        if outcome.status in ("stopped", "interrupted") and outcome.reason:
+            unsaved = "" if self.coordinator.is_saved else "the final checkpoint was not taken: "
+            notes.append(f"{unsaved}{outcome.reason}")
+        if outcome.status == "max_iterations":
+            notes.append(f"by stop.{outcome.reason}")
+        if EXIT_CODES[outcome.status] == 1:
+            notes.append(str(outcome.error or outcome.reason).partition("\n")[0])
+        if diverged := records.watch_divergence():
+            notes.append(diverged)
+        if records.save_error:
+            notes.append(f"the last checkpoint failed: {records.save_error}")
+        if outcome.status in ("stopped", "interrupted", "failed"):
+            notes.append(self._how_to_go_on(records))
+        if isinstance(outcome.error, LaunchError) and (left := self._left_on(outcome.error)):
+            notes.append(f"logs that could not be sent stay there: {left}")
+        return notes
+
+    def _left_on(self, error: LaunchError) -> str:
+        """Where logs of hosts lie whose agents ended early; "" where there are none."""
+        cluster = self.experiment.cluster
+        if not isinstance(cluster, SshCluster) or not error.node.startswith("agent-"):
+            return ""
+        hosts = [h for h in cluster.members if error.about == "cluster" or h.name == error.host]
+        return ", ".join(f"{host.name}:{host.workdir}/{self.run_id}" for host in hosts)
+
+    def _how_to_go_on(self, records: RunRecords) -> str:
+        if not self.run_dir.resolved.exists():
+            gone = "the run directory was removed meanwhile, and nothing is left to resume"
+            return f"{gone}: train it anew"
+        resume = f"`dbctl resume {shlex.quote(str(self.run_dir.path))}`"
+        if records.checkpoint is not None:
+            return f"{resume} goes on from step {records.checkpoint.step:,}"
+        if self.origin.restore:
+            return f"{resume} goes on from the earlier checkpoint"
+        return "nothing was saved: train it anew"
