@@ -168,7 +168,8 @@ def lines(found: Sequence[Table], *, batch_size: int) -> Iterator[str]:
     for table in found:
         yield from _layer_lines(table)
         yield ""
-    yield f"one mini-batch of {batch_size} rows, predicted from the speed of this machine (ms)"
+    yield f"one mini-batch of {batch_size} rows, predicted from the speed of this machine (ms);"
+    yield "each partition, and each shard, is taken to have a core of its own"
     head = ("partitions", "compute", "exchange", "servers", "in all", "speed-up")
     yield "".join(f"{word:>11}" for word in head)
     for table in found:

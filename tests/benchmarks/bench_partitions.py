@@ -6,12 +6,14 @@ Two things are measured, each with one BLAS thread a partition, counts of partit
 
     passes  forward, backward and exchange without servers: processes that have only a link and one
             partition each, on random numbers
-    steps   whole runs through `dbctl train`: also data, gradient check, servers; VmHWM of a worker
+    steps   whole runs through `dbctl train`: also data, gradient check, servers; VmHWM of a worker.
+            Between the reports of a worker after a quarter of the steps and at the end of them:
+            a run of a few seconds begins and ends in half a second, however it is cut
 
 and predicted by `dbctl train --dry-run --partitions`. Printed are medians, ratios of the same round
 and, of the passes, what a partition computes and how long it waits. Bars: speech passes 1.75 and
-steps 1.5, fashion-local steps 1.6; memory of the speech network's worker 0.65; predictions within
-20 %. `cpu`: processor time a step of the busiest worker, which other programs disturb less.
+steps 1.5, fashion-local 1.6; memory of the speech network's worker 0.65; predictions within 20 %.
+`cpu`: processor time a step of the busiest worker, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -55,9 +57,9 @@ LAYERS = (
 
 # Name: experiment, settings, steps of a run, passes. As many shards as partitions compute.
 NETWORKS: dict[str, tuple[str, tuple[str, ...], int, int]] = {
-    "fashion": ("fashion-sgd", (SGD % 100, LAYERS), 300, 100),
-    "speech": ("speech-paper", (SGD % 128,), 15, 8),
-    "fashion-local": ("fashion-local", (SGD % 100,), 200, 100),
+    "fashion": ("fashion-sgd", (SGD % 100, LAYERS), 400, 100),
+    "speech": ("speech-paper", (SGD % 128,), 20, 8),
+    "fashion-local": ("fashion-local", (SGD % 100,), 400, 100),
 }
 
 
@@ -182,17 +184,29 @@ def steps(name: str, count: int) -> dict[str, float]:
         lines = process.stdout.read().splitlines()
         process.stdout.close()
         assert process.returncode == 0, lines
-        finished = json.loads(lines[-1])
         records = [
             json.loads(s) for s in Path(folder, "run/metrics.jsonl").read_text().splitlines()
         ]
-    last = {r["node"]: r for r in records if r.get("event") == "worker"}.values()
     waits = ("compute_s", "exchange_wait_s", "fetch_wait_s", "push_wait_s")
     return {
-        "step_s": finished["seconds"] / n_steps,
         "memory_bytes": greatest,
-        **{wait: max(r[wait] for r in last) / n_steps for wait in waits},
+        **{
+            name: max(a_step(records, node, name) for node in nodes_of(records))
+            for name in ("time", *waits)
+        },
     }
+
+
+def nodes_of(records: list[dict[str, Any]]) -> set[str]:
+    return {r["node"] for r in records if r.get("event") == "worker"}
+
+
+def a_step(records: list[dict[str, Any]], node: str, name: str) -> float:
+    """What a step adds to a worker's figure, between its report at a quarter and the last."""
+    own = [r for r in records if r.get("event") == "worker" and r["node"] == node]
+    last = own[-1]
+    first = next(r for r in own if r["step"] >= last["step"] / 4)
+    return float((last[name] - first[name]) / (last["step"] - first["step"]))
 
 
 def workers_under(ancestor: int) -> list[int]:
@@ -254,9 +268,9 @@ def report(name: str, rounds: int) -> None:
         print(f", predicted {part['compute_s'] + part['exchange_s']:8.2f}", end="")
         print(f" (compute {part['compute_s']:.2f}, exchange {part['exchange_s']:.2f})")
         run = {k: 1e3 * median(r[k] for r in runs[count]) for k in runs[count][0]}
-        ratio = part["seconds"] / run["step_s"]
+        ratio = part["seconds"] / run["time"]
         print(
-            f"  {count}: step {run['step_s']:8.2f} (compute {run['compute_s']:.2f}, exchange",
+            f"  {count}: step {run['time']:8.2f} (compute {run['compute_s']:.2f}, exchange",
             end="",
         )
         print(f" {run['exchange_wait_s']:.2f}, fetch {run['fetch_wait_s']:.2f}, push", end="")
@@ -269,9 +283,7 @@ def report(name: str, rounds: int) -> None:
     speed_ups = {
         "passes": median(a[0] / b[0] for a, b in zip(pass_s[one], pass_s[two], strict=True)),
         "cpu of passes": median(a[1] / b[1] for a, b in zip(pass_s[one], pass_s[two], strict=True)),
-        "steps": median(
-            a["step_s"] / b["step_s"] for a, b in zip(runs[one], runs[two], strict=True)
-        ),
+        "steps": median(a["time"] / b["time"] for a, b in zip(runs[one], runs[two], strict=True)),
         "predicted": median(f["speed_up"] for f in forecasts[two]),
     }
     print("  2 against 1:", ", ".join(f"{k} {v:.2f}" for k, v in speed_ups.items()), end="")
