@@ -29,7 +29,8 @@ from dbctl.roles.base import PlainBuffer, Record
 from dbctl.roles.coordinator import Coordinator
 from dbctl.roles.evaluations import Measured
 from dbctl.run import evaluate
-from dbctl.run.evaluate import Class, Evaluation, evaluation_start
+from dbctl.run.eval_figures import Class, Evaluation
+from dbctl.run.evaluate import evaluation_start
 from dbctl.run.predictions import PredictionsFile
 from dbctl.run.setting import Origin, make_nodes
 from dbctl.rundir import RunDir

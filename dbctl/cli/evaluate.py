@@ -14,7 +14,7 @@ import click
 from dbctl.process import escape_line
 
 if TYPE_CHECKING:
-    from dbctl.run.evaluate import Class, Evaluation
+    from dbctl.run.eval_figures import Class, Evaluation
 
 MAX_SHOWN_CLASSES = 20  # a wider matrix fits no terminal; --json has it whole
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dbctl.checkpoint.reader import Checkpoint, checkpoints_by_step, newest_good, open_checkpoint
 from dbctl.data.sources import Source, check, open_source
@@ -32,6 +32,7 @@ from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.evaluations import Measured
 from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.clusters import Cluster, overrides_on, standing_on
+from dbctl.run.eval_figures import Evaluation, Split, evaluation_of
 from dbctl.run.find import find
 from dbctl.run.hosts import launcher_of, wire
 from dbctl.run.nodes import Nodes
@@ -57,7 +58,6 @@ from dbctl.run.wiring import UNENCRYPTED
 from dbctl.rundir import RunDir
 from dbctl.wire import Exited
 
-Split = Literal["train", "test"]
 MAX_TRIES = 5
 
 
@@ -75,35 +75,6 @@ class Request:
     bootstrap: bool = False
     tell: Callable[[str], object] = nobody
     cluster: Cluster | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Class:
-    """One class: its rows, how many of them were predicted so, and the shares of both kinds."""
-
-    number: int
-    rows: int
-    correct: int
-    recall: float | None
-    precision: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What was measured. For float targets accuracy, top5, classes and confusion are None.
-
-    `confusion[t][p]` is how many rows of class t were predicted to be of class p.
-    """
-
-    run_dir: str
-    step: int
-    split: Split
-    examples: int
-    loss: float
-    accuracy: float | None
-    top5: float | None
-    classes: tuple[Class, ...] | None
-    confusion: tuple[tuple[int, ...], ...] | None
 
 
 def evaluate(
@@ -256,7 +227,13 @@ class _Task:
                 )
             if predictions is not None:
                 predictions.finish()
-            return "done", self._evaluation(records.measured)
+            found = evaluation_of(
+                records.measured,
+                run_dir=self._run_dir.path,
+                step=self._checkpoint.manifest.step,
+                split=self._request.split,
+            )
+            return "done", found
 
     def _session(self, records: _Records, *, logs: str, lease_s: float) -> Outcome:
         request, signals = self._request, self._signals
@@ -327,21 +304,6 @@ class _Task:
             between=self._signals.check,
         )
 
-    def _evaluation(self, measured: Measured) -> Evaluation:
-        counts = measured.confusion
-        confusion = None if counts is None else tuple(map(tuple, counts.tolist()))
-        return Evaluation(
-            run_dir=str(self._run_dir.path),
-            step=self._checkpoint.manifest.step,
-            split=self._request.split,
-            examples=measured.rows,
-            loss=measured.loss,
-            accuracy=measured.accuracy,
-            top5=measured.top5,
-            classes=None if confusion is None else tuple(_classes(confusion)),
-            confusion=confusion,
-        )
-
 
 def evaluation_start(plan: Plan, *, predictions: bool) -> CoordinatorStart:
     """A coordinator that has nobody train: it measures once and is done."""
@@ -382,16 +344,3 @@ class _Records:
 
     def tick(self, now: float, nodes: Nodes) -> None:
         """Nothing is shown meanwhile."""
-
-
-def _classes(confusion: tuple[tuple[int, ...], ...]) -> list[Class]:
-    predicted = [sum(column) for column in zip(*confusion, strict=True)]
-    found = []
-    for number, row in enumerate(confusion):
-        rows, correct = sum(row), row[number]
-        recall = correct / rows if rows else None
-        precision = correct / predicted[number] if predicted[number] else None
-        found.append(
-            Class(number=number, rows=rows, correct=correct, recall=recall, precision=precision)
-        )
-    return found
