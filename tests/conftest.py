@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
+import json
 import os
 import shutil
 import sys
@@ -13,10 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 CLUSTER = Path(__file__).parent / "cluster"
+ALONE = "alone"
+N_WORKERS = 2
 GRACE_S = 3.0  # threads and children may be on their way out when a test returns
 
 
@@ -129,8 +134,130 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Real processes against the clock, on a machine that others load: one more try, shown."""
+# ------------------------------------------------------------------------- tests side by side
+
+
+class Turns:
+    """Any number of tests at a time, or one that is alone: a lock that all workers have.
+
+    Everybody comes through a turnstile, and who waits there to be alone lets nobody else pass: no
+    stream of others keeps it from its turn. The kernel gives back what a dead worker had.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._turnstile, self._place = (
+            os.open(f"{directory}/{name}", os.O_RDWR | os.O_CREAT, 0o600)
+            for name in ("turnstile", "place")
+        )
+
+    def take(self, *, alone: bool) -> None:
+        """Waits for a turn; one that is had already is given back first."""
+        self.give()
+        fcntl.flock(self._turnstile, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._place, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        finally:
+            fcntl.flock(self._turnstile, fcntl.LOCK_UN)
+
+    def give(self) -> None:
+        # Said, and not left to close(2): a test may have forked.
+        fcntl.flock(self._place, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        os.close(self._turnstile)
+        os.close(self._place)
+
+
+TURNS = pytest.StashKey[Turns]()
+DIRECTORY = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    given = getattr(config, "workerinput", {})
+    if given:
+        # pytest-xdist writes its own, which whatever a test starts would inherit.
+        os.environ["PYTHONPATH"] = given["pythonpath"]
+        if not given["pythonpath"]:
+            del os.environ["PYTHONPATH"]
+    config.stash[DIRECTORY] = given["turns"] if given else tempfile.mkdtemp(prefix="turns-")
+    config.stash[TURNS] = Turns(config.stash[DIRECTORY])
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[TURNS].close()
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(config.stash[DIRECTORY])
+
+
+@pytest.fixture
+def turns_directory(pytestconfig: pytest.Config) -> Path:
+    """Where the locks of this run's workers are."""
+    return Path(pytestconfig.stash[DIRECTORY])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """A worker of pytest-xdist is about to start."""
+    node.workerinput["turns"] = node.config.stash[DIRECTORY]
+    node.workerinput["pythonpath"] = os.environ.get("PYTHONPATH", "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Workers for the whole suite; what is named on the command line runs in this process."""
+    return N_WORKERS if config.args_source is config.ArgsSource.TESTPATHS else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker takes a whole file, whose hosts are set up once; one takes all that are alone."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        _alone: frozenset[str] = frozenset()
+
+        def schedule(self) -> None:
+            # Only workers collect: what they found lies beside their locks.
+            text = Path(config.stash[DIRECTORY], ALONE).read_text(encoding="utf-8")
+            self._alone = frozenset(json.loads(text))
+            super().schedule()
+
+        def _split_scope(self, nodeid: str) -> str:
+            return ALONE if nodeid in self._alone else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The slow ones first; last those that are alone, when there is nobody to wait for."""
     for item in items:
         if item.path.is_relative_to(CLUSTER):
+            # Real processes against the clock, on a machine that others load: one more try, shown.
             item.add_marker(pytest.mark.flaky(reruns=1))
+    items.sort(key=lambda item: (is_alone(item), not item.path.is_relative_to(CLUSTER)))
+    found = Path(config.stash[DIRECTORY], f"{ALONE}-{os.getpid()}")
+    found.write_text(json.dumps([item.nodeid for item in items if is_alone(item)]))
+    found.replace(found.with_name(ALONE))  # each worker writes the same
+
+
+def is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker(ALONE) is not None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Around all of a test and its fixtures, and around its time limit: waiting is not its time."""
+    turns = item.config.stash[TURNS]
+    turns.take(alone=is_alone(item))
+    try:
+        return (yield)
+    finally:
+        turns.give()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A second try is alone: what fails then is no neighbour's doing."""
+    if getattr(item, "execution_count", 1) > 1:
+        item.config.stash[TURNS].take(alone=True)

@@ -135,6 +135,7 @@ def test_finish_and_the_parents_end_end_the_loop(children: Children, link: Queue
     assert make_agent(link, children).serve().startswith("standard input ended")
 
 
+@pytest.mark.alone
 def test_the_end_takes_those_that_do_not_heed_their_input(
     children: Children, link: QueueLink
 ) -> None:
@@ -147,6 +148,7 @@ def test_the_end_takes_those_that_do_not_heed_their_input(
     assert not children.running
 
 
+@pytest.mark.alone
 def test_the_end_of_nothing_is_at_once(children: Children, link: QueueLink) -> None:
     begin = time.monotonic()
     make_agent(link, children).end()

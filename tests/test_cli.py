@@ -109,6 +109,7 @@ def test_help_imports_nothing_heavy(option: str) -> None:
     assert not modules & heavy
 
 
+@pytest.mark.alone
 def test_help_is_quick() -> None:
     """At most 150 ms beyond nothing else running; the best of several, for a busy machine."""
     best = 9.0

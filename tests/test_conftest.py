@@ -1,17 +1,25 @@
-"""The leak check itself: it must see each kind of thing that a test can leave."""
+"""The leak check itself: it must see each kind of thing that a test can leave. And the turns."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
 import subprocess
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conftest import Census
+from tests.conftest import Census, Turns
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_nothing_is_seen_where_nothing_was_left() -> None:
@@ -66,3 +74,174 @@ def test_named_shared_memory_is_seen() -> None:
     with tempfile.NamedTemporaryFile(prefix="dbctl-", dir="/dev/shm") as file:
         assert f"/dev/shm/{Path(file.name).name}" in census.left_since()
     assert census.left_after(0.0) == []
+
+
+# ------------------------------------------------------------------------- tests side by side
+
+# Takes a turn, says so, and gives it back when it is told to.
+TAKER = """import sys
+from tests.conftest import Turns
+turns = Turns(sys.argv[1])
+print("waits", flush=True)
+turns.take(alone=sys.argv[2] == "alone")
+print("has it", flush=True)
+sys.stdin.readline()
+turns.give()
+print("gave it back", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Taker:
+    """A neighbour: another process that takes a turn."""
+
+    def __init__(self, directory: Path, how: str) -> None:
+        words = [sys.executable, "-c", TAKER, str(directory), how]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(words, cwd=ROOT, text=True, **pipes)
+        self.hears("waits")
+
+    def hears(self, line: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == f"{line}\n"
+
+    def waits(self) -> bool:
+        """It is held up by the kernel, in flock(2)."""
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        return any(
+            line[1:3] == ["->", "FLOCK"] and line[5] == str(self.process.pid) for line in locks
+        )
+
+    def give(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def taker(tmp_path: Path) -> Iterator[Callable[[str], Taker]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(how: str) -> Taker:
+            one = Taker(tmp_path, how)
+            stack.callback(one.process.communicate)
+            stack.callback(one.process.kill)
+            return one
+
+        yield make
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_who_wants_to_be_alone_waits_for_all_and_all_that_come_later_wait_for_it(
+    taker: Callable[[str], Taker],
+) -> None:
+    first, second = taker("beside others"), taker("beside others")
+    first.hears("has it")
+    second.hears("has it")
+    alone = taker("alone")
+    until(alone.waits)
+    late = taker("beside others")
+    until(late.waits)
+    first.give()
+    first.hears("gave it back")
+    until(alone.waits)
+    second.give()
+    alone.hears("has it")
+    until(late.waits)
+    alone.give()
+    late.hears("has it")
+
+
+def test_a_turn_of_a_worker_that_died_is_free(taker: Callable[[str], Taker]) -> None:
+    dead = taker("alone")
+    dead.hears("has it")
+    next_one = taker("alone")
+    until(next_one.waits)
+    dead.process.kill()
+    next_one.hears("has it")
+
+
+def test_a_turn_can_be_changed_for_one_alone(tmp_path: Path, taker: Callable[[str], Taker]) -> None:
+    """Two that do so at the same time do not wait for each other."""
+    turns, other = Turns(str(tmp_path)), taker("beside others")
+    try:
+        turns.take(alone=False)
+        other.hears("has it")
+        other.give()
+        turns.take(alone=True)
+        late = taker("beside others")
+        until(late.waits)
+        turns.give()
+        late.hears("has it")
+    finally:
+        turns.close()
+
+
+@pytest.mark.alone
+def test_one_that_is_alone_has_its_turn_to_itself(turns_directory: Path) -> None:
+    """The marker reaches the lock: nobody else could take it now."""
+    with open(turns_directory / "place") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def test_others_share_theirs(turns_directory: Path) -> None:
+    with open(turns_directory / "place") as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with open(turns_directory / "place") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_ctrl_c_reaches_what_a_test_starts() -> None:
+    """A worker that ignored it would hand that on."""
+    code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout == b"True\n"
+
+
+SUITE = """import fcntl
+import pytest
+
+def shared(directory):
+    with open(directory / "place") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+@pytest.mark.flaky(reruns=1)
+def test_twice(request, turns_directory):
+    n = request.node.execution_count
+    assert shared(turns_directory) == (n == 1)
+    assert n == 2, "on purpose"
+
+@pytest.mark.alone
+@pytest.mark.parametrize("n", range(3))
+def test_alone(turns_directory, n):
+    assert not shared(turns_directory)
+"""
+
+
+def test_a_second_try_is_alone_and_one_worker_has_all_that_are(tmp_path: Path) -> None:
+    """With two workers, as they are in a run of everything."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    for name in "ab":
+        (tmp_path / f"test_{name}.py").write_text(SUITE)
+    words = ["-p", "tests.conftest", "-v", "-n", "2", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 passed, 2 rerun" in done.stdout
+    assert len(set(re.findall(r"(gw\d)\].* PASSED .*::test_alone", done.stdout))) == 1

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,31 +138,38 @@ def test_it_loads_neither_numpy_nor_zmq_nor_click() -> None:
     assert done.stdout == b"[]\n"
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """For names of sockets, for which `tmp_path` may be too long."""
+    with tempfile.TemporaryDirectory(prefix="k-", dir="/tmp") as path:
+        yield Path(path)
+
+
 def test_what_a_killed_one_left_goes_at_the_next_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert keeper_start.PARENT == "/tmp"
-    monkeypatch.setattr(keeper_start, "PARENT", str(tmp_path))
+    monkeypatch.setattr(keeper_start, "PARENT", str(short_path))
     for name, listens in ((f"{PREFIX}dead", False), (f"{PREFIX}live", True)):
-        (tmp_path / name).mkdir()
+        (short_path / name).mkdir()
         with socket.socket(socket.AF_UNIX) as one:
-            one.bind(str(tmp_path / name / SOCKET))
+            one.bind(str(short_path / name / SOCKET))
             if listens:
                 one.listen(1)
                 keeper_start.sweep()
-        (tmp_path / name / LOG).touch()
-    (tmp_path / f"{PREFIX}young").mkdir()  # it does not listen yet
-    (tmp_path / f"{PREFIX}dead-before").mkdir()  # and this one never will
-    (tmp_path / f"{PREFIX}dead-before" / "new.sock").touch()
+        (short_path / name / LOG).touch()
+    (short_path / f"{PREFIX}young").mkdir()  # it does not listen yet
+    (short_path / f"{PREFIX}dead-before").mkdir()  # and this one never will
+    (short_path / f"{PREFIX}dead-before" / "new.sock").touch()
     long_ago_s = time.time() - 61.0
-    os.utime(tmp_path / f"{PREFIX}dead-before", (long_ago_s, long_ago_s))
-    (tmp_path / "other").mkdir()
-    assert (tmp_path / f"{PREFIX}live").exists()
-    assert sorted(path.name for path in tmp_path.iterdir() if "dead" not in path.name) == [
+    os.utime(short_path / f"{PREFIX}dead-before", (long_ago_s, long_ago_s))
+    (short_path / "other").mkdir()
+    assert (short_path / f"{PREFIX}live").exists()
+    assert sorted(path.name for path in short_path.iterdir() if "dead" not in path.name) == [
         f"{PREFIX}live", f"{PREFIX}young", "other",
     ]  # fmt: skip
     keeper_start.sweep()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{PREFIX}young", "other"]
+    assert sorted(path.name for path in short_path.iterdir()) == [f"{PREFIX}young", "other"]
 
 
 # ------------------------------------------------------------------------------------------ its end

@@ -47,6 +47,7 @@ def launcher(tmp_path: Path) -> Any:
 # ---------------------------------------------------------------- the local launcher
 
 
+@pytest.mark.alone
 def test_one_agent_comes_up_and_goes(launcher: LocalLauncher) -> None:
     [agent] = launcher.start()
     assert (agent.name, agent.host) == ("agent-0", "localhost")
@@ -82,6 +83,7 @@ def test_two_runs_at_once_share_nothing(launcher: LocalLauncher, tmp_path: Path)
     assert launcher.poll() is None
 
 
+@pytest.mark.alone
 def test_start_async_does_not_wait(launcher: LocalLauncher) -> None:
     begin = time.monotonic()
     launcher.start_async()

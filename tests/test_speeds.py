@@ -44,6 +44,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.alone
 def test_speeds_are_positive_and_taken_within_two_seconds() -> None:
     experiment = parse(EXPERIMENT, file="small.yaml")
     began = time.thread_time()

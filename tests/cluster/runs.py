@@ -84,10 +84,23 @@ def state(pid: int) -> str:
 
 
 def session(pid: int) -> int:
+    return _number(pid, 3)
+
+
+def parent(pid: int) -> int:
+    return _number(pid, 1)
+
+
+def _number(pid: int, field: int) -> int:
+    """A field of /proc/PID/stat, counted from the state; -1 where there is no such process."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[3])
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[field])
     except OSError:
         return -1
+
+
+def _words(pid: int) -> list[str]:
+    return _read(f"/proc/{pid}/cmdline").decode().split("\0")
 
 
 def _read(path: str) -> bytes:
@@ -190,14 +203,15 @@ class TrainRun:
         for pid in _pids():
             if f"{MARK}={self.mark}".encode() not in _read(f"/proc/{pid}/environ").split(b"\0"):
                 continue
-            words = _read(f"/proc/{pid}/cmdline").decode().split("\0")
+            words = _words(pid)
             if state(pid) in ("", "Z"):
                 continue
             name = f"other {pid}"
             if pid == self.pid:
                 name = "controller"
             elif words[3:5] == ["dbctl", "agent"]:
-                name = "agent"
+                # A child that an agent has just forked still has its command line.
+                name = name if _words(parent(pid)) == words else "agent"
             elif words[3:5] == ["dbctl", "node"]:
                 name = words[5]
             found[name] = pid

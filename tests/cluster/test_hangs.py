@@ -28,6 +28,7 @@ def rss(pid: int) -> int:
     return 1024 * int(text.split("RssAnon:")[1].split()[0])
 
 
+@pytest.mark.alone
 def test_a_worker_and_the_evaluator_stopped_for_longer_than_the_lease(tmp_path: Path) -> None:
     """Killed and left out, each at its lease; the run goes on and ends."""
     experiment = digits(replicas=3, stop={"seconds": 8})
@@ -65,6 +66,7 @@ def test_a_worker_stopped_for_less_than_the_lease(tmp_path: Path) -> None:
         assert run.metrics("finished")[-1]["steps"] == 2000
 
 
+@pytest.mark.alone
 def test_a_stopped_shard_makes_nobody_grow(tmp_path: Path) -> None:
     """flux-core#252: replicas wait for a slot; then all go on as if nothing had been."""
     with TrainRun(tmp_path, digits(stop=ENDLESS)) as run:
@@ -122,6 +124,7 @@ def test_a_controller_that_waits_for_its_disk_was_not_asleep(tmp_path: Path) -> 
         assert run.metrics("finished")[-1]["steps"] == 3000
 
 
+@pytest.mark.alone
 def test_a_controller_that_was_asleep(tmp_path: Path) -> None:
     """Ctrl-Z, a closed laptop: the nodes end by the lease; awake again it says so and ends."""
     with TrainRun(tmp_path, digits(stop=ENDLESS, checkpoint=SAVES), lease_s=LEASE_S) as run:

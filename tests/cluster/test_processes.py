@@ -124,6 +124,7 @@ def test_a_slow_start_is_no_death(short: Cluster) -> None:
 # ---------------------------------------------------------------- the end of one node
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_node_is_told_at_once_and_the_other_goes_on(
     cluster: Cluster, number: signal.Signals
@@ -204,6 +205,7 @@ def test_no_python_there(cluster: Cluster) -> None:
     assert "/no/python3" in exited.word
 
 
+@pytest.mark.alone
 def test_kill_takes_grandchildren_too(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "grandchild"
     pid = cluster.start("worker-0.0", "with_grandchild", file=str(file))
@@ -266,6 +268,7 @@ def test_a_gentle_kill_within_its_bounds(cluster: Cluster, step_s: int) -> None:
         assert "standard input ended" in exited.log_tail
 
 
+@pytest.mark.alone
 def test_without_a_controller_everything_ends_by_the_lease(short: Cluster) -> None:
     pids = [short.start(node) for node in ("worker-0.0", "worker-1.0")]
     short.join("worker-0.0")
@@ -280,6 +283,7 @@ def test_without_a_controller_everything_ends_by_the_lease(short: Cluster) -> No
     assert not Path(short.runtime).exists()
 
 
+@pytest.mark.alone
 def test_nodes_of_a_stopped_agent_end_by_their_lease(short: Cluster) -> None:
     pids = [short.start(node) for node in ("worker-0.0", "worker-1.0")]
     short.join("worker-0.0")

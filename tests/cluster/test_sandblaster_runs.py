@@ -84,6 +84,7 @@ def iteration_s(run: TrainRun) -> float:
     return median(after - before for before, after in pairwise(times[2:]))
 
 
+@pytest.mark.alone
 def test_a4_2_backup_copies_hide_a_slow_replica(tmp_path: Path) -> None:
     """One of three is 20 times slower: an iteration takes at most 1.5 times the undisturbed."""
     experiment = batch(rows=60_000)
