@@ -166,7 +166,7 @@ def test_partitions_that_are_not_asked_again_are_caught(monkeypatch: pytest.Monk
 
 def test_a_halt_that_does_not_name_a_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each partition would stop where it stands, and one could wait for the other for ever."""
-    monkeypatch.setattr(Downpour, "_until", lambda self: self._grant.until)
+    monkeypatch.setattr(Downpour, "_step_bound", lambda self: self._grant.until)
     must_end = Downpour._must_end
     monkeypatch.setattr(
         Downpour, "_must_end", lambda self: self._halt is not None or must_end(self)

@@ -19,58 +19,34 @@ drop it. One that heard before it had the point computes on whatever it holds: n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator
+from dataclasses import dataclass
 from enum import Enum
-from math import isfinite, nan
+from math import nan
 from typing import Any
 
 from dbctl.model.exchange import Exchange
-from dbctl.optim.gradients import first_bad, is_finite
 from dbctl.roles.answers import Answers
 from dbctl.roles.base import (
-    CONTROLLER,
     NEVER,
     NOW,
     Allocate,
-    Array,
     BatchResult,
-    Done,
     Effects,
     PortionGradient,
-    Send,
 )
-from dbctl.roles.conversation import Conversation
-from dbctl.roles.local import LocalCopy
-from dbctl.roles.totals import Totals
+from dbctl.roles.rounds import Phase, Rounds, WorkerStart
+from dbctl.roles.verdict import ELSEWHERE, judge
 from dbctl.roles.worker import Timer
-from dbctl.shards import ShardSpan
-from dbctl.wire import Finish, Message, Peer, Position
+from dbctl.wire import Message, Peer, Position
 from dbctl.wire_batch import Computed, Order, Work
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchWorkerStart:
+class BatchWorkerStart(WorkerStart):
     """What a worker begins with."""
 
     gradient: PortionGradient
-    shards: Sequence[ShardSpan]
-    slots: int = 2
-    origin: int = 0  # the place in the flat vector of the gradient's first element
-    partition: int = 0
-    partners: Mapping[int, str] = field(default_factory=dict)  # the replica's other workers
-    dtype: str = "float32"
-
-
-class Phase(Enum):
-    JOINING = "joining"  # not all shards have welcomed us
-    IDLE = "waiting"  # for an order
-    FETCHING = "fetching"  # for the point
-    SLOT = "slot"  # for an acknowledgement that frees a push slot
-    COMPUTE = "compute"
-    COMPUTED = "computed"  # what becomes of the portion
-    FLUSH = "flush"  # for the last acknowledgements
-    HALTED = "halted"
 
 
 class Fate(Enum):
@@ -81,31 +57,22 @@ class Fate(Enum):
     REFUSED = "refused"  # loss or gradient is not finite
 
 
-_AT_REST = {Phase.IDLE: "waiting", Phase.HALTED: "halted"}
-_REPORT_S = 0.5
-
-
 class BatchWorker:
     def __init__(
         self, start: BatchWorkerStart, *, allocate: Allocate, resend_s: float = 0.25
     ) -> None:
         self._gradient = start.gradient
-        self.local = LocalCopy(
-            start.shards,
-            origin=start.origin,
-            n_elements=max((span.stop for _, span in start.gradient.tensors), default=0),
-            dtype=start.dtype,
+        self._rounds = Rounds(
+            start,
             rate=lambda n: 0.0,  # a worker of a batch method never steps on its own
-            slots=start.slots,
             later=len(start.gradient.portions(0, 0)) > 1,
             read_own=False,
             allocate=allocate,
             resend_s=resend_s,
         )
-        self._talk = Conversation(
-            start.partition, start.partners, allocate=allocate, resend_s=resend_s
-        )
-        self._phase = Phase.JOINING
+        self.local = self._rounds.local
+        self._talk = self._rounds.talk
+        self._totals = self._rounds.totals
         self._evaluation = 0  # the latest heard of
         self._halting = False
         self._orders: dict[int, Order] = {}  # not begun
@@ -119,33 +86,27 @@ class BatchWorker:
         self._pushed: deque[tuple[int, Computed]] = deque()  # by seq, not acknowledged
         self._answers = Answers(resend_s)
         self.at = Position()
-        self._since = 0.0
-        self._waited_s = 0.0
-        self._report_at = NEVER
-        self._totals = Totals()
 
     # ---------------------------------------------------------------------------------- messages
 
     @property
     def due(self) -> float:
-        if self._runnable() or self.local.holding or self._acknowledged():
+        if self.can_go_on() or self.local.holding or self._acknowledged():
             return NOW
-        own = min(self._report_at, self._again.at, self._answers.due)
-        return min(self.local.due, self._talk.due, own)
+        return min(self._rounds.due, self._again.at, self._answers.due)
+
+    @property
+    def until(self) -> int:
+        return self._order.number
 
     def start(self, now: float) -> Effects:
-        self._report_at = now + _REPORT_S
-        return self.local.hello(now)
+        return self._rounds.start(now)
 
     def receive(self, now: float, sender: Peer, message: Message) -> Effects:
-        match message:
-            case Work():
-                self._on_work(now, message)
-                return []
-            case Finish():
-                return [Done("finished")]
-        self.local.receive(now, sender.node, message)
-        return self._talk.receive(sender.node, message)
+        if isinstance(message, Work):
+            self._on_work(now, message)
+            return []
+        return self._rounds.receive(now, sender, message)
 
     def _on_work(self, now: float, work: Work) -> None:
         """An order never changes, so that it may be taken from a Work that was overtaken."""
@@ -165,37 +126,27 @@ class BatchWorker:
     def _acknowledged(self) -> bool:
         return bool(self._pushed) and self._pushed[0][0] <= self.local.acked
 
-    def _runnable(self) -> bool:
+    def can_go_on(self) -> bool:
         if self._must_leave():
             return True
-        match self._phase:
-            case Phase.JOINING:
-                return self.local.joined
+        match self._rounds.phase:
             case Phase.IDLE:
                 return self._order.number + 1 in self._orders
             case Phase.FETCHING:
                 return self._is_over() or (self.local.complete and self._again.at == NEVER)
             case Phase.SLOT:
                 return self.local.has_slot or self._may_drop()
-            case Phase.COMPUTE:
-                return self._talk.can_go_on
-            case Phase.COMPUTED:
-                return True
-            case Phase.FLUSH:
-                return self.local.acked >= self.local.pushed
-            case Phase.HALTED:
-                return False
+        return self._rounds.can_go_on()
 
     def _must_leave(self) -> bool:
-        return self._halting and self._phase not in (Phase.FLUSH, Phase.HALTED)
+        return self._halting and self._rounds.phase not in (Phase.FLUSH, Phase.HALTED)
 
     def _may_drop(self) -> bool:
         """Without asking anybody."""
         return self._talk.alone and self._is_over()
 
     def step(self, now: float) -> Effects:
-        """Goes on until a phase waits, something is to be sent, or a portion is computed."""
-        effects = self.local.resend(now) + self._talk.resend(now) + self._answers.resend(now)
+        effects = self._rounds.resend(now) + self._answers.resend(now)
         # Also during a portion: what comes then is a later point, and the portion is dropped.
         effects += self.local.copy_answers(now)
         while self._acknowledged():
@@ -203,50 +154,37 @@ class BatchWorker:
         if now >= self._again.at:
             self._again.stop()
             effects += self._ask(now)
-        while not effects and self._runnable():
-            if self._must_leave():
-                self._leave()
-            elif self._phase is Phase.COMPUTE:
-                effects += self._compute(now)
-                break
-            else:
-                effects += self._enter(now)
-        if now >= self._report_at:
-            effects += self._report(now)
-        return effects
+        if self._must_leave():
+            self._leave(now)
+        return self._rounds.go_on(now, effects, self)
 
-    def _enter(self, now: float) -> Effects:
-        match self._phase:
-            case Phase.JOINING:
-                self._phase = Phase.IDLE
-                return self._report(now)
+    def enter(self, now: float) -> Effects:
+        match self._rounds.phase:
             case Phase.IDLE:
                 return self._begin_order(now)
             case Phase.FETCHING:
                 return self._end_fetch(now)
             case Phase.SLOT:
-                self._totals.push_wait_s += now - self._since
                 if self._may_drop():
                     return self._drop(now)
                 self._look_ahead()
-                self._talk.begin(self._one_portion(self._left.popleft()))
-                self._phase, self._since = Phase.COMPUTE, now
+                self._rounds.compute(now, self._one_portion(self._left.popleft()))
                 return []
             case Phase.COMPUTED:
                 return self._end_portion(now)
             case Phase.FLUSH:
-                self._phase = Phase.HALTED
-                return self._report(now)
+                self._rounds.to(now, Phase.HALTED)
+                return self._rounds.report(now, self)
             case _:
-                raise AssertionError(self._phase)
+                raise AssertionError(self._rounds.phase)
 
-    def _leave(self) -> None:
+    def _leave(self, now: float) -> None:
         """Halted: everything in hand is dropped, and nothing is begun any more."""
         self._talk.abandon()
         self._pushed.clear()
         self._answers.forget()
         self._again.stop()
-        self._phase = Phase.FLUSH
+        self._rounds.to(now, Phase.FLUSH)
 
     # ------------------------------------------------------------------------- one order's parts
 
@@ -260,7 +198,7 @@ class BatchWorker:
         if self._may_drop():
             return self._drop(now)
         self._prefetch(self._order)
-        self._phase, self._since = Phase.FETCHING, now
+        self._rounds.to(now, Phase.FETCHING)
         if self._has_point() or not self.local.complete:
             return []  # the fetch under way may bring it
         return self._ask(now)
@@ -284,17 +222,10 @@ class BatchWorker:
             self._again.begin(now)
             return []
         self._again.stop()
-        self._totals.fetch_wait_s += now - self._since
         if self._may_drop():
             return self._drop(now)
-        self._phase, self._since = Phase.SLOT, now
+        self._rounds.to(now, Phase.SLOT)
         return []
-
-    def _compute(self, now: float) -> Effects:
-        effects, over = self._talk.go_on(now)
-        if over:
-            self._phase = Phase.COMPUTED
-        return effects
 
     def _one_portion(self, portion: int) -> Generator[Exchange, Any, Fate]:
         """Computes, checks and accrues; what partitions must agree on, they agree on."""
@@ -302,31 +233,26 @@ class BatchWorker:
         result = yield from self._gradient.compute(
             self.local.parameters, out, sample=self._order.sample, portion=portion
         )
-        finite = isfinite(result.loss_sum) and is_finite(out)
-        own = [result.loss_sum, float(finite), float(self._is_over())]
-        shares = yield from self._talk.agree(own)
-        if any(share[2] for share in shares):
+        verdict = yield from judge(
+            result, out, self._talk, tensors=self._gradient.tensors, say=[float(self._is_over())]
+        )
+        if any(over for [over] in verdict.said):
             return Fate.DROPPED
-        if not all(share[1] for share in shares):
-            self._refuse(portion, None if finite else out)
+        if verdict.bad:
+            self._refuse(portion, verdict.bad)
             return Fate.REFUSED
         self.local.add(out, step=False)
-        self._losses.append(sum(share[0] for share in shares))
+        self._losses.append(verdict.loss_sum)
         self._totals.accepted(BatchResult(self._losses[-1], result.rows))
         return Fate.ACCRUED
 
-    def _refuse(self, portion: int, out: Array | None) -> None:
+    def _refuse(self, portion: int, bad: str) -> None:
         """Counted, but no fault: a line search may try a point that is too far."""
-        where = "another partition"
-        if out is not None:
-            where = first_bad(out, self._gradient.tensors) or "the loss"
-        where = f"evaluation {self.at.epoch}, portion {portion}, {where}"
-        self._where = where if out is not None else ""  # else for its partner to say
+        where = f"evaluation {self.at.epoch}, portion {portion}, {bad}"
+        self._where = "" if bad == ELSEWHERE else where
         self._totals.refused_one(where)
 
     def _end_portion(self, now: float) -> Effects:
-        self._totals.compute_s += now - self._since - (self._talk.waited_s - self._waited_s)
-        self._waited_s, self._since = self._talk.waited_s, now
         fate = self._talk.result
         if fate is Fate.DROPPED:
             return self._drop(now)
@@ -334,7 +260,7 @@ class BatchWorker:
             return self._answer(now, (nan,), where=self._where)
         self.at = Position(self.at.step + 1, self.at.epoch, self.at.index)
         if self._left:
-            self._phase = Phase.SLOT
+            self._rounds.to(now, Phase.SLOT)
             return []
         effects = self.local.push(now, self.at, mark=0)
         self._pushed.append((self.local.pushed, self._computed(tuple(self._losses))))
@@ -354,10 +280,10 @@ class BatchWorker:
 
     def _end_order(self, now: float) -> Effects:
         self._left.clear()
-        self._phase = Phase.IDLE
-        if self._totals.news or not self._runnable():
+        self._rounds.to(now, Phase.IDLE)
+        if self._totals.news or not self.can_go_on():
             self._totals.news = False
-            return self._report(now)
+            return self._rounds.report(now, self)
         return []
 
     # ---------------------------------------------------------------------------------- prefetch
@@ -372,17 +298,3 @@ class BatchWorker:
         if order.number > self._prefetched and order.evaluation >= self._evaluation:
             self._prefetched = order.number
             self._gradient.prefetch(order.sample, order.bundle)
-
-    # ----------------------------------------------------------------------------------- reports
-
-    def _report(self, now: float) -> Effects:
-        self._report_at = now + _REPORT_S
-        state = "joining" if self._phase is Phase.JOINING else "running"
-        report = self._totals.report(
-            _AT_REST.get(self._phase, state),
-            self.at,
-            until=self._order.number,
-            local=self.local,
-            talk=self._talk,
-        )
-        return [Send(CONTROLLER, report)]

@@ -9,170 +9,113 @@ Rules of this file: pure (roles/base.py). Theory of operation, with `step` from 
     if step mod n_push == 0: push accrued
     step       <- step + 1
 
-A worker is in one phase at a time; `_enter` is the table. The arithmetic is in roles/local.py.
+A worker is in one phase at a time (roles/rounds.py); `enter` is the table. The arithmetic is in
+roles/local.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from math import isfinite, sqrt
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from math import sqrt
 from typing import Any
 
 from dbctl.model.exchange import Exchange
-from dbctl.optim.gradients import clip_to, first_bad, is_finite, square_sum
-from dbctl.roles.base import (
-    CONTROLLER,
-    NEVER,
-    NOW,
-    Allocate,
-    Array,
-    BatchResult,
-    Done,
-    Effects,
-    Gradient,
-    Send,
-)
-from dbctl.roles.conversation import Conversation
-from dbctl.roles.local import LocalCopy
-from dbctl.roles.totals import Totals
-from dbctl.shards import ShardSpan
-from dbctl.wire import BEGINNING, Finish, Grant, Halt, Message, Peer, Position
+from dbctl.optim.gradients import clip_to, square_sum
+from dbctl.roles.base import NOW, Allocate, Array, BatchResult, Effects, Gradient
+from dbctl.roles.rounds import Phase, Rounds, WorkerStart
+from dbctl.roles.verdict import judge
+from dbctl.wire import BEGINNING, Grant, Halt, Message, Peer, Position
 
 
 @dataclass(frozen=True, kw_only=True)
-class DownpourStart:
+class DownpourStart(WorkerStart):
     """What a worker begins with. `rate(n)` is the rule's rate at a shard's n-th update."""
 
     gradient: Gradient
-    shards: Sequence[ShardSpan]
     rate: Callable[[int], float]
     n_fetch: int = 1
     n_push: int = 1
     overlap: bool = True
     clip: float | None = None
-    slots: int = 2
     position: Position = BEGINNING
-    origin: int = 0  # the place in the flat vector of the gradient's first element
-    partition: int = 0
-    partners: Mapping[int, str] = field(default_factory=dict)  # the replica's other workers
     tensors: Sequence[str] = ()  # of the whole network, in order; none: the gradient's own
-    dtype: str = "float32"
-
-
-class Phase(Enum):
-    JOINING = "joining"  # not all shards have welcomed us
-    IDLE = "waiting"  # for a grant
-    FETCHING = "fetching"  # for answers
-    SLOT = "slot"  # for an acknowledgement that frees a push slot
-    COMPUTE = "compute"
-    COMPUTED = "computed"  # push what is due
-    FLUSH = "flush"  # for the last acknowledgements
-    FINISHED = "finished"
-    HALTED = "halted"
-
-
-_AT_REST = {Phase.IDLE: "waiting", Phase.FINISHED: "finished", Phase.HALTED: "halted"}
-_REPORT_S = 0.5
 
 
 class Downpour:
     def __init__(self, start: DownpourStart, *, allocate: Allocate, resend_s: float = 0.25) -> None:
         self._start = start
         self._gradient = start.gradient
-        self.local = LocalCopy(
-            start.shards,
-            origin=start.origin,
-            n_elements=max((span.stop for _, span in start.gradient.tensors), default=0),
-            dtype=start.dtype,
+        self._rounds = Rounds(
+            start,
             rate=start.rate,
-            slots=start.slots,
             later=start.n_push > 1,
             read_own=start.overlap,
             allocate=allocate,
             resend_s=resend_s,
         )
+        self.local = self._rounds.local
         self.at = start.position
-        self._phase = Phase.JOINING
+        self._talk = self._rounds.talk
+        self._totals = self._rounds.totals
         self._fresh = True  # the next step begins with a fetch, whatever its number
-        self._talk = Conversation(
-            start.partition, start.partners, allocate=allocate, resend_s=resend_s
-        )
         self._grant = Grant(0, start.position.step)
         self._granted_from = start.position.step
         self._halt: Halt | None = None
         self._mark: tuple[int, int] | None = None
         self._marked = 0
-        self._since = 0.0
-        self._waited_s = 0.0
-        self._report_at = NEVER
         self._asked_at = -1
         self._fetched_step = -1  # the step that the last fetch was asked for
         self._started = False
-        self._totals = Totals()
 
     # ---------------------------------------------------------------------------------- messages
 
     @property
     def due(self) -> float:
-        if self._runnable() or self._holding():
-            return NOW
-        return min(self.local.due, self._talk.due, self._report_at)
+        return NOW if self.can_go_on() or self._holding() else self._rounds.due
+
+    @property
+    def until(self) -> int:
+        return self._grant.until
 
     def start(self, now: float) -> Effects:
-        self._report_at = now + _REPORT_S
-        return self.local.hello(now)
+        return self._rounds.start(now)
 
     def receive(self, now: float, sender: Peer, message: Message) -> Effects:
         match message:
             case Grant():
-                return self._on_grant(now, message)
+                self._on_grant(message)
+                return []
             case Halt():
                 self._halt = self._halt or message
                 return []
-            case Finish():
-                return [Done("finished")]
-        self.local.receive(now, sender.node, message)
-        return self._talk.receive(sender.node, message)
+        return self._rounds.receive(now, sender, message)
 
-    def _on_grant(self, now: float, grant: Grant) -> Effects:
+    def _on_grant(self, grant: Grant) -> None:
         if grant.number <= self._grant.number:
-            return []
+            return
         self._granted_from = self.at.step
         self._grant = grant
         if grant.mark > self._marked:
             self._mark = (grant.mark, grant.mark_step)
-        return []
 
     # -------------------------------------------------------------------------------------- work
 
-    def _runnable(self) -> bool:
-        match self._phase:
-            case Phase.JOINING:
-                return self.local.joined
+    def can_go_on(self) -> bool:
+        match self._rounds.phase:
             case Phase.IDLE:
-                return self._must_end() or self.at.step < self._until()
-            case Phase.FETCHING:
-                return self.local.complete
-            case Phase.SLOT:
-                return self.local.has_slot
-            case Phase.COMPUTE:
-                return self._talk.can_go_on
-            case Phase.COMPUTED:
-                return True
-            case Phase.FLUSH:
-                return self.local.acked >= self.local.pushed
+                return self._must_end() or self.at.step < self._step_bound()
             case Phase.FINISHED:
-                return self._halt is not None or self.at.step < self._until()
-            case Phase.HALTED:
-                return False
+                return self._halt is not None or self.at.step < self._step_bound()
+        return self._rounds.can_go_on()
 
     def _holding(self) -> bool:
         """An answer can be copied. Not while its parameters are in use by the step in hand."""
-        return self._phase not in (Phase.COMPUTE, Phase.COMPUTED) and self.local.holding
+        in_use = self._rounds.phase in (Phase.COMPUTE, Phase.COMPUTED)
+        return self.local.holding and not in_use
 
-    def _until(self) -> int:
+    def _step_bound(self) -> int:
+        """Partitions of a cut replica halt at a step that some may not have been granted yet."""
         return max(self._grant.until, self._halt.until if self._halt is not None else 0)
 
     def _must_end(self) -> bool:
@@ -181,61 +124,44 @@ class Downpour:
         return self._grant.last and self.at.step >= self._grant.until
 
     def step(self, now: float) -> Effects:
-        """Goes on until a phase waits, something is to be sent, or a batch is computed."""
-        effects = self.local.resend(now) + self._talk.resend(now)
+        effects = self._rounds.resend(now)
         if self._holding():
             effects += self.local.copy_answers(now)
-        while not effects and self._runnable():
-            if self._phase is Phase.COMPUTE:
-                effects += self._compute(now)
-                break
-            effects += self._enter(now)
-        if now >= self._report_at:
-            effects += self._report(now)
-        return effects
+        return self._rounds.go_on(now, effects, self)
 
-    def _enter(self, now: float) -> Effects:
-        match self._phase:
-            case Phase.JOINING:
-                self._phase = Phase.IDLE
-                return self._report(now)
+    def enter(self, now: float) -> Effects:
+        match self._rounds.phase:
             case Phase.IDLE:
-                if self._must_end():
-                    return self._flush(now)
-                return self._begin_step(now)
+                return self._flush(now) if self._must_end() else self._begin_step(now)
             case Phase.FETCHING:
-                self._totals.fetch_wait_s += now - self._since
-                self._phase, self._since = Phase.SLOT, now
+                self._rounds.to(now, Phase.SLOT)
                 return []
             case Phase.SLOT:
-                self._totals.push_wait_s += now - self._since
                 if self._halt is not None and self._talk.alone:
                     return self._flush(now)
                 effects = self._ask_ahead(now)
-                self._talk.begin(self._one_gradient())
-                self._phase, self._since = Phase.COMPUTE, now
+                self._rounds.compute(now, self._one_gradient())
                 return effects
             case Phase.COMPUTED:
                 return self._end_step(now)
             case Phase.FLUSH:
                 halted = self._halt is not None and self._must_end()
-                self._phase = Phase.HALTED if halted else Phase.FINISHED
-                return self._report(now)
+                self._rounds.to(now, Phase.HALTED if halted else Phase.FINISHED)
+                return self._rounds.report(now, self)
             case Phase.FINISHED:
                 # More steps were granted, or the partitions of a replica stop at a later one.
-                if self.at.step < self._until() and not self._must_end():
-                    self._phase, self._since = Phase.IDLE, now
-                    return []
-                return self._flush(now)
+                if self._must_end():
+                    return self._flush(now)
+                self._rounds.to(now, Phase.IDLE)
+                return []
             case _:
-                raise AssertionError(self._phase)
+                raise AssertionError(self._rounds.phase)
 
     # ---------------------------------------------------------------------------- one step's parts
 
     def _begin_step(self, now: float) -> Effects:
-        self._since = now
         fetch = self._fresh or self.at.step % self._start.n_fetch == 0
-        self._phase = Phase.FETCHING if fetch else Phase.SLOT
+        self._rounds.to(now, Phase.FETCHING if fetch else Phase.SLOT)
         self._fresh = False
         if not fetch or self._fetched_step == self.at.step:
             return []
@@ -249,58 +175,43 @@ class Downpour:
         self._fetched_step = self.at.step + 1
         return self.local.ask(now, after=self.local.pushed - 1)
 
-    def _compute(self, now: float) -> Effects:
-        effects, over = self._talk.go_on(now)
-        if over:
-            self._phase = Phase.COMPUTED
-        return effects
-
     def _one_gradient(self) -> Generator[Exchange, Any, None]:
         """Computes, checks, clips and accrues; what partitions must agree on, they agree on."""
         out = self.local.begin()
         result = yield from self._gradient.compute(self.at, self.local.parameters, out)
-        finite = isfinite(result.loss_sum) and is_finite(out)
-        squares = self._squares(out) if self._start.clip is not None else []
-        shares = yield from self._talk.agree([result.loss_sum, float(finite), *squares])
-        # All refuse or none: a replica pushes a whole gradient (reliability.md, G14).
-        if not all(share[1] for share in shares):
-            self._refuse(None if finite else out)
+        clip = self._start.clip
+        squares = self._squares(out) if clip is not None else []
+        verdict = yield from judge(
+            result, out, self._talk, tensors=self._gradient.tensors, say=squares
+        )
+        if verdict.bad:
+            self._totals.refused_one(f"step {self.at.step}, {verdict.bad}")
+            self._fresh = True
             return
-        if self._start.clip is not None:
+        if clip is not None:
             # Tensor by tensor in order, partition by partition within one.
-            of_tensors = zip(*(share[2:] for share in shares), strict=True)
-            norm = sqrt(sum(sum(parts) for parts in of_tensors))
-            clip_to(out, norm=norm, limit=self._start.clip)
+            norm = sqrt(sum(sum(parts) for parts in zip(*verdict.said, strict=True)))
+            clip_to(out, norm=norm, limit=clip)
         # A fetch before the next step replaces the copy: moving it would be for nothing.
         self.local.add(out, step=(self.at.step + 1) % self._start.n_fetch != 0)
-        self._totals.accepted(BatchResult(sum(share[0] for share in shares), result.rows))
+        self._totals.accepted(BatchResult(verdict.loss_sum, result.rows))
 
     def _squares(self, out: Array) -> list[float]:
         """The sum of squares of each of the network's tensors, 0.0 of those held elsewhere."""
         own = {name: square_sum(out[span.slice()]) for name, span in self._gradient.tensors}
         return [own.get(name, 0.0) for name in self._start.tensors or own]
 
-    def _refuse(self, out: Array | None) -> None:
-        """A non-finite gradient goes nowhere (reliability.md, G14); the next step fetches anew."""
-        where = "another partition"
-        if out is not None:
-            where = first_bad(out, self._gradient.tensors) or "the loss"
-        self._totals.refused_one(f"step {self.at.step}, {where}")
-        self._fresh = True
-
     def _end_step(self, now: float) -> Effects:
-        self._totals.compute_s += now - self._since - (self._talk.waited_s - self._waited_s)
-        self._waited_s = self._talk.waited_s
         step, spe = self.at.step, self._gradient.steps_per_epoch
         epoch, index = self.at.epoch, self.at.index + 1
         if index >= spe:
             epoch, index = epoch + 1, 0
             self._totals.end_epoch()
         self.at = Position(step + 1, epoch, index)
-        self._phase = Phase.IDLE
+        self._rounds.to(now, Phase.IDLE)
         effects = self._push(now) if step % self._start.n_push == 0 else []
-        if self._wants_report() or not self._runnable():
-            effects += self._report(now)
+        if self._wants_report() or not self.can_go_on():
+            effects += self._rounds.report(now, self)
         return effects
 
     def _wants_report(self) -> bool:
@@ -325,19 +236,5 @@ class Downpour:
         """The end: at its stop a run pushes what is unpushed; stopped by a signal it does not."""
         push = self._halt is None or self._halt.push
         effects = self._push(now) if push else []
-        self._phase, self._since = Phase.FLUSH, now
+        self._rounds.to(now, Phase.FLUSH)
         return effects
-
-    # ----------------------------------------------------------------------------------- reports
-
-    def _report(self, now: float) -> Effects:
-        self._report_at = now + _REPORT_S
-        state = "joining" if self._phase is Phase.JOINING else "running"
-        report = self._totals.report(
-            _AT_REST.get(self._phase, state),
-            self.at,
-            until=self._grant.until,
-            local=self.local,
-            talk=self._talk,
-        )
-        return [Send(CONTROLLER, report)]
