@@ -397,6 +397,13 @@ def test_a_gradient_that_is_not_finite_is_not_pushed(portion: int) -> None:
     assert report.refused_where == f"evaluation 1, portion {portion}, layers.0.bias"
 
 
+def test_who_refuses_and_has_another_order_does_not_say_that_it_waits() -> None:
+    worker = joined(bad_at(0))
+    said = worker.answer(worker.work(1, (1, 1, 0), (2, 1, 1)), version=1)
+    reports = [(report.state, report.until, report.refused) for report in only(Report, said)]
+    assert reports == [("running", 1, 1), ("waiting", 2, 1)]
+
+
 def test_a_loss_that_is_not_finite_is_not_pushed() -> None:
     worker = joined()
 

@@ -186,6 +186,24 @@ def test_it_does_exactly_what_it_was_granted_and_reports() -> None:
     assert (report.state, report.position, report.until) == ("waiting", Position(2, 0, 2), 2)
 
 
+def states(said: list[Message]) -> list[tuple[str, int]]:
+    return [(report.state, report.position.step) for report in only(Report, said)]
+
+
+def test_a_report_says_waiting_only_when_it_has_nothing_to_do() -> None:
+    """Not at half of a grant, where it asks for the next one."""
+    worker = Worker(n_fetch=100, n_push=100)
+    [fetch] = only(Fetch, worker.join(until=8))
+    assert states(worker.answer(fetch)) == [("running", 1), ("running", 4), ("waiting", 8)]
+    assert states(worker.grant(12, number=2)) == [("running", 10), ("waiting", 12)]
+
+
+def test_who_was_granted_steps_before_it_joined_does_not_say_that_it_waits() -> None:
+    worker = Worker()
+    worker.grant(8)
+    assert states(worker.tell(Welcome(1, 0, 0))) == [("running", 0)]
+
+
 def test_messages_of_another_term_are_ignored() -> None:
     worker = Worker()
     [fetch] = only(Fetch, worker.join())

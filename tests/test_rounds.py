@@ -91,7 +91,7 @@ def joined(tasks: int = 0) -> Method:
     assert method.step(0.0) == []
     method.rounds.receive(0.0, SHARD, Welcome(1, 0, 0))
     [report] = method.step(0.0)
-    assert (report.state, report.until) == ("waiting", 3)
+    assert (report.state, report.until) == ("running" if tasks else "waiting", 3)
     return method
 
 
@@ -132,7 +132,7 @@ def test_a_report_that_is_due_is_made_with_whatever_else_is_said() -> None:
     [
         (Phase.JOINING, 1, "joining"),
         (Phase.IDLE, 0, "waiting"),
-        (Phase.IDLE, 1, "waiting"),
+        (Phase.IDLE, 1, "running"),
         (Phase.FETCHING, 0, "running"),
         (Phase.SLOT, 0, "running"),
         (Phase.COMPUTE, 0, "running"),
@@ -143,6 +143,7 @@ def test_a_report_that_is_due_is_made_with_whatever_else_is_said() -> None:
     ],
 )
 def test_a_report_says_what_the_worker_does(phase: Phase, tasks: int, state: str) -> None:
+    """docs/protocol.md, Report: waiting is to have nothing to do."""
     method = Method(tasks)
     method.rounds.phase = phase
     [effect] = method.rounds.report(0.0, method)

@@ -200,11 +200,12 @@ class Rounds:
     def report(self, now: float, worker: Phased) -> Effects:
         self._report_at = now + REPORT_S
         report = self.totals.report(
-            self._state(), worker.at, until=worker.until, local=self.local, talk=self.talk
+            self._state(worker), worker.at, until=worker.until, local=self.local, talk=self.talk
         )
         return [Send(CONTROLLER, report)]
 
-    def _state(self) -> str:
+    def _state(self, worker: Phased) -> str:
         if self.phase in _SAID:
             return self.phase.value
-        return "waiting" if self.phase is Phase.IDLE else "running"
+        waits = self.phase is Phase.IDLE and not worker.can_go_on()
+        return "waiting" if waits else "running"
