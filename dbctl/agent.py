@@ -42,12 +42,12 @@ from dbctl.process import (
     one_line,
     raise_descriptor_limit,
 )
+from dbctl.rights import CONTROLLER
 from dbctl.transport.link import Link
 from dbctl.wire import Exited, Finish, Message, Peer
 from dbctl.wire_logs import LogFiled
 from dbctl.wire_processes import Failed, Kill, Start
 
-CONTROLLER = "controller"
 END_GENTLE_S = 1.0  # from the end of all inputs to SIGKILL: lease + 2 s is the promise
 END_KILL_S = 0.8  # how long the killed may take to be reaped
 LOOK_S = 0.25  # how late the end of the lease is seen

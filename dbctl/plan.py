@@ -26,14 +26,13 @@ from dbctl.model.network import tensors
 from dbctl.model.tensor import Tensor
 from dbctl.placement import place
 from dbctl.region import Range
-from dbctl.shards import ShardSpan, shard_spans, spans_within
+from dbctl.shards import N_PARAMETER_BUFFERS, ShardSpan, shard_spans, spans_within
 from dbctl.shipment import Shipped
 from dbctl.wire import BEGINNING, Position
 
 LOCALHOST = "localhost"
 ITEM_BYTES = 4
 PROCESS_BYTES = 60 << 20  # what Python with numpy and pyzmq takes before any of ours
-N_PARAMETER_BUFFERS = 3
 STATE_VECTORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
 METHOD_VECTORS = 3  # of a batch method besides those it keeps: direction, trial, its gradient
 

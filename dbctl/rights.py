@@ -15,7 +15,7 @@ from dbctl import wire, wire_batch, wire_files, wire_logs, wire_ship
 from dbctl.wire import Message, Peer
 from dbctl.wire_processes import Beat, Failed, Ready, Started
 
-CONTROLLER = "controller"
+CONTROLLER = "controller"  # the node that the coordinator is in
 
 Kinds = frozenset[type[Message]]
 

@@ -13,6 +13,7 @@ from dbctl.region import Range
 
 # Cuts between shards fall on multiples of a cache line of float32.
 SHARD_ALIGN = 16
+N_PARAMETER_BUFFERS = 3  # of each shard: roles/handouts.py says what for
 
 
 class ShardSpan(msgspec.Struct, frozen=True, array_like=True):

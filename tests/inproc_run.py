@@ -18,10 +18,11 @@ from dbctl.data.sources import digest
 from dbctl.experiment.read import parse
 from dbctl.experiment.resolve import to_yaml
 from dbctl.launch.base import AgentHandle
-from dbctl.launch.inproc import CONTROLLER, Faults, Network
+from dbctl.launch.inproc import Faults, Network
 from dbctl.node.build import build
 from dbctl.plan import NodeSpec, Plan
 from dbctl.progress.text import Summary
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import Done, Effects, PlainBuffer, Record, Save
 from dbctl.roles.cuts import CompleteCut
 from dbctl.run.initial_run import settle

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from dbctl.experiment.specs import Every, StopSpec
-from dbctl.launch.inproc import CONTROLLER, Faults, Network
+from dbctl.launch.inproc import Faults, Network
 from dbctl.model.exchange import Give, Key, Run, Take
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import Array, BatchResult, Effects, PlainBuffer, Save, View
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.cuts import replica_of

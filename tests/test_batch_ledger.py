@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dbctl.launch.inproc import CONTROLLER, Faults
+from dbctl.launch.inproc import Faults
 from dbctl.optim.gradients import is_finite
 from dbctl.optim.vectors import add_to_sums
+from dbctl.rights import CONTROLLER
 from dbctl.roles.allocation import Allocation
 from dbctl.roles.base import Effects
 from dbctl.roles.batch_shard import BatchShard

@@ -24,9 +24,9 @@ from dbctl.optim.commands import (
 )
 from dbctl.optim.lbfgs import lbfgs, saved_names
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import NEVER, NOW, Array, Effects, PlainBuffer, Send
 from dbctl.roles.batch_shard import BatchShard, BatchShardStart
-from dbctl.roles.shard import CONTROLLER
 from dbctl.wire import (
     Ack,
     Cut,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dbctl.launch.inproc import CONTROLLER
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import Array, BatchResult, Done, Effects, PlainBuffer, Send
 from dbctl.roles.batch_worker import BatchWorker, BatchWorkerStart
 from dbctl.shards import ShardSpan

@@ -23,7 +23,7 @@ from dbctl.bundles import Batch
 from dbctl.data.dataset import Dataset
 from dbctl.data.sources import open_source
 from dbctl.experiment.specs import DigitsSource, SourceSpec, SyntheticSource
-from dbctl.launch.inproc import CONTROLLER, Faults, Network
+from dbctl.launch.inproc import Faults, Network
 from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.layers.conv2d import Conv2dSpec
 from dbctl.model.layers.dense import DenseSpec
@@ -32,6 +32,7 @@ from dbctl.model.passes import Network as Whole
 from dbctl.node.compute import Share
 from dbctl.node.portions import NetworkPortions
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import NEVER, Array, Done, Effects, PlainBuffer, Send, View
 from dbctl.roles.batch_worker import BatchWorker, BatchWorkerStart
 from dbctl.shards import ShardSpan, shard_spans, spans_within

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from dbctl.experiment.specs import StopSpec
-from dbctl.launch.inproc import CONTROLLER, Network
+from dbctl.launch.inproc import Network
 from dbctl.optim.rules import SgdRuleSpec
 from dbctl.optim.updates import make_rule
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import (
     NEVER,
     NOW,

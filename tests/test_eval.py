@@ -21,10 +21,11 @@ from dbctl.data.sources import DIGITS_PATH
 from dbctl.errors import CheckpointError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.launch.base import AgentHandle
-from dbctl.launch.inproc import CONTROLLER, Faults, Network
+from dbctl.launch.inproc import Faults, Network
 from dbctl.node import build, compute
 from dbctl.plan import NodeSpec, make_evaluation_plan
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import PlainBuffer, Record
 from dbctl.roles.coordinator import Coordinator
 from dbctl.roles.evaluations import Measured

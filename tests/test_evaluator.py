@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from dbctl.envelope import without_payload
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import NEVER, NOW, Array, Done, Effects, PlainBuffer, Send, Tally
 from dbctl.roles.evaluator import WINDOW, Evaluator
-from dbctl.roles.shard import CONTROLLER
 from dbctl.shards import ShardSpan
 from dbctl.wire import (
     Boxes,

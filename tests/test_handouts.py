@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dbctl.roles.base import PlainBuffer
-from dbctl.roles.handouts import N_PARAMETER_BUFFERS, Handouts, ParameterBuffers
+from dbctl.roles.handouts import Handouts, ParameterBuffers
+from dbctl.shards import N_PARAMETER_BUFFERS
 from dbctl.wire import Peer
 
 A, B = Peer("worker-0.0", 1), Peer("worker-1.0", 1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import (
-    CONTROLLER,
     Array,
     BatchResult,
     Done,

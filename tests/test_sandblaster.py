@@ -15,10 +15,11 @@ from scipy.optimize import minimize
 from dbctl.checkpoint.reader import newest_good
 from dbctl.envelope import PROTOCOL_VERSION, Envelope, encode, without_payload
 from dbctl.experiment.specs import DigitsSource
-from dbctl.launch.inproc import CONTROLLER, Faults
+from dbctl.launch.inproc import Faults
 from dbctl.optim.batch import LineSearchSpec
 from dbctl.optim.lbfgs import lbfgs
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import Done
 from dbctl.roles.leader import Phase
 from dbctl.roles.sandblaster import Sandblaster

@@ -21,8 +21,9 @@ from dbctl.optim.rules import (
 from dbctl.optim.schedules import ScheduleSpec
 from dbctl.optim.updates import make_rule
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import NEVER, NOW, Effects, PlainBuffer, Send, View
-from dbctl.roles.shard import CONTROLLER, MAX_STALENESS_COUNTS, Shard, ShardStart
+from dbctl.roles.shard import MAX_STALENESS_COUNTS, Shard, ShardStart
 from dbctl.wire import (
     Ack,
     Cut,

@@ -26,11 +26,10 @@ from dbctl.envelope import (
     with_payload,
     without_payload,
 )
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import NEVER, Array, Done, Effect, Effects, Record, Role, Save, Send, View
 from dbctl.transport.pieces import Assembler, cut
 from dbctl.wire import Exited, Finish, Message, Peer
-
-CONTROLLER = "controller"
 
 
 @dataclass(frozen=True, kw_only=True)

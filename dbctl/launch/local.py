@@ -22,10 +22,10 @@ from dbctl.launch.base import (
     python_environment,
     read_ready,
 )
+from dbctl.plan import LOCALHOST
 from dbctl.process import one_line, signals_held, tail
 
 READY_LIMIT_S = 10.0
-HOST = "localhost"
 
 
 class LocalLauncher:
@@ -83,7 +83,7 @@ class LocalLauncher:
         endpoint = str(fields["endpoint"])
         return [
             AgentHandle(
-                self.name, HOST, endpoint, process.pid, inside=endpoint, runtime=self._runtime
+                self.name, LOCALHOST, endpoint, process.pid, inside=endpoint, runtime=self._runtime
             )
         ]
 
@@ -124,7 +124,7 @@ class LocalLauncher:
         return LaunchError(
             self.name,
             what,
-            host=HOST,
+            host=LOCALHOST,
             log_path=str(self.log_path),
             log_tail=tail(self.log_path, self._log_start),
         )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import AgentHandle, Answer, ReadyLine
-from dbctl.launch.ssh_talk import Talk, end_all, hear
+from dbctl.launch.ssh_talk import READY_LIMIT_S, Talk, end_all, hear
 from dbctl.launch.ssh_words import (
     NOTHING,
     NOWHERE,
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-READY_LIMIT_S = 30.0
 REACH_LIMIT_S = 10.0  # of an answer that the host bounds to four seconds
 # What ssh expands in a path, or takes for the end of one, does not stand in ours.
 PLAIN_PATH = re.compile(r"/[A-Za-z0-9/_.,+=@-]*")

@@ -43,6 +43,7 @@ from dbctl.process import one_line, signals_held, tail
 LOOK_S = 0.25
 ENDING_LOOK_S = 0.02
 ENDING_LIMIT_S = 1.0  # from the end of the output to that of ssh, whose exit status is wanted
+READY_LIMIT_S = 30.0  # of the first line of what was started there
 AGAIN_LIMIT_S = 30.0  # since the first try: a server that is still busy then may never be free
 
 

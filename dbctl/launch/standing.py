@@ -27,10 +27,9 @@ from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.keeper import STAY
 from dbctl.launch.base import ReadyLine, SaidLine
-from dbctl.launch.ssh_talk import Talk, end_all, hear
+from dbctl.launch.ssh_talk import READY_LIMIT_S, Talk, end_all, hear
 from dbctl.launch.ssh_words import dbctl_command
 
-READY_LIMIT_S = 30.0
 STAYS_LIMIT_S = 10.0
 ASK_LIMIT_S = 10.0
 STOP_LIMIT_S = 25.0  # a keeper gives its agents five seconds, and as many again

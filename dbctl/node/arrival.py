@@ -18,11 +18,11 @@ from pathlib import Path
 from dbctl.data.cache import Cache, Partial, wait_for_lock
 from dbctl.errors import DataError
 from dbctl.experiment.specs import NpySource
-from dbctl.node.distant import CONTROLLER, Distant
+from dbctl.node.distant import WAIT_S, Distant
+from dbctl.rights import CONTROLLER
 from dbctl.shipment import Receiver, Shipment, Shipped
 from dbctl.wire_ship import ShipmentPart
 
-WAIT_S = 1.0
 Log = Callable[[str], None]
 
 

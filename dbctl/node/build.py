@@ -40,6 +40,7 @@ from dbctl.optim.updates import make_rule
 from dbctl.plan import NodeSpec
 from dbctl.process import log
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import Allocate, Array, Role
 from dbctl.roles.batch_shard import BatchShard, BatchShardStart
 from dbctl.roles.batch_worker import BatchWorker, BatchWorkerStart
@@ -47,7 +48,6 @@ from dbctl.roles.downpour import Downpour, DownpourStart
 from dbctl.roles.evaluator import Evaluator
 from dbctl.roles.shard import Shard, ShardStart
 
-CONTROLLER = "controller"
 TERM = 1
 
 

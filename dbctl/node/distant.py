@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from dbctl.data.prepare import Statistics
-from dbctl.pace import WINDOW_MOST, Pace
+from dbctl.pace import AGAIN_S, WINDOW_MOST, Pace
 from dbctl.plan import Sent
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import Array
 from dbctl.wire import Message, Peer
 from dbctl.wire_files import DEVIATION, MEAN, PIECE_ELEMENTS, ReadVector, VectorPart
 
-AGAIN_S = 4.0
 WAIT_S = 1.0
-CONTROLLER = "controller"
 
 Hear = Callable[[float], Sequence[tuple[Peer, Message]]]
 

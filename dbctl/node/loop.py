@@ -28,7 +28,7 @@ from typing import NoReturn, cast
 from dbctl.errors import DbctlError, LaunchError
 from dbctl.plan import NodeSpec
 from dbctl.process import EXIT_DONE, EXIT_FAILED, EXIT_FENCED, EXIT_ORPHANED, beat_s, log, one_line
-from dbctl.rights import Rights
+from dbctl.rights import CONTROLLER, Rights
 from dbctl.roles.base import Allocate, Done, Effects, Role, Send
 from dbctl.transport.line import socket_name
 from dbctl.transport.link import Link
@@ -36,7 +36,6 @@ from dbctl.transport.memory import allocate
 from dbctl.wire import Finish, Gone, Message, Peer
 from dbctl.wire_processes import Failed, Peers, Ready
 
-CONTROLLER = "controller"
 READY_AGAIN_S = 1.0
 WAIT_MAX_S = 0.5  # the longest wait: how late the end of a lease is seen
 GRACE_S = 1.0  # from the end of lease or parent to the watcher's SIGKILL

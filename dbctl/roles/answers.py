@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dbctl.roles.base import CONTROLLER, NEVER, Effects, Send
+from dbctl.rights import CONTROLLER
+from dbctl.roles.base import NEVER, Effects, Send
 from dbctl.roles.worker import Timer
 from dbctl.wire_batch import Computed
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # what relays messages starts in half the time without numpy
 
 Array: TypeAlias = "NDArray[Any]"
 
-CONTROLLER = "controller"  # the node that the coordinator is in
 NOW = 0.0
 NEVER = inf
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 from dbctl.optim.commands import PARAMETERS, Scalars
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import NOW, Allocate, Array, Effects, Send
 from dbctl.roles.batch_slice import BatchSlice
 from dbctl.roles.handouts import Handouts
-from dbctl.roles.shard import CONTROLLER, Shard
+from dbctl.roles.shard import Shard
 from dbctl.roles.slice import divide
 from dbctl.wire import Message, Peer
 from dbctl.wire_batch import Begin, Collect, Execute, Executed

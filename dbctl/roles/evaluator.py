@@ -17,9 +17,9 @@ import numpy as np
 
 from dbctl.model.exchange import Exchange
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import NOW, Allocate, Array, Buffer, Done, Effects, Measure, Send, View
 from dbctl.roles.conversation import Conversation
-from dbctl.roles.shard import CONTROLLER
 from dbctl.roles.worker import Channel, Timer
 from dbctl.shards import ShardSpan
 from dbctl.wire import (

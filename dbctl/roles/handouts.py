@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from dbctl.roles.base import Allocate, Array, Buffer
+from dbctl.shards import N_PARAMETER_BUFFERS
 from dbctl.wire import Peer
-
-N_PARAMETER_BUFFERS = 3
 
 
 class Handouts:

@@ -18,8 +18,8 @@ from enum import Enum
 from typing import Any, Protocol
 
 from dbctl.model.exchange import Exchange
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import (
-    CONTROLLER,
     NEVER,
     Allocate,
     Done,

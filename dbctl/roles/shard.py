@@ -20,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from dbctl.region import Range
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import NEVER, NOW, Allocate, Array, Effects, Send, View
 from dbctl.roles.cut_parts import CutParts
 from dbctl.roles.handouts import Handouts
@@ -42,7 +43,6 @@ from dbctl.wire import (
 )
 from dbctl.wire_files import ReadPart
 
-CONTROLLER = "controller"
 MAX_STALENESS_BIN = 255
 MAX_STALENESS_COUNTS = 1000  # in one report: a header is bounded (envelope.HEADER_BYTES)
 

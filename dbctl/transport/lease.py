@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 REMEMBERED_BEATS = 64
-MAX_NODES = 4096
+MAX_NODES = 4096  # of which a process remembers anything
 
 
 class Lease:

@@ -7,11 +7,10 @@ A message of a lower incarnation than the newest seen of its node is old, whatev
 
 from __future__ import annotations
 
+from dbctl.transport.lease import MAX_NODES
 from dbctl.transport.outlet import Outlet
 from dbctl.transport.sockets import Socket
 from dbctl.wire import Peer
-
-MAX_NODES = 4096
 
 
 class Routes:

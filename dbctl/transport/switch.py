@@ -26,6 +26,7 @@ import zmq
 from dbctl.envelope import Envelope, Shared, with_payload
 from dbctl.errors import LaunchError, PeerError
 from dbctl.keys import KeyRow
+from dbctl.rights import CONTROLLER
 from dbctl.roles.base import Array
 from dbctl.transport.doors import Doors
 from dbctl.transport.lease import Lease as LeaseClock
@@ -49,7 +50,6 @@ from dbctl.transport.told import Told
 from dbctl.wire import Message, Peer
 from dbctl.wire_processes import Beat, Lease
 
-CONTROLLER = "controller"
 READS_A_TURN = 64
 RETRY_S = 0.001
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
