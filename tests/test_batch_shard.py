@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_twin import Executor
+from shard_talk import BOSS, A, B, fetched, messages, parts, reported
 
 from dbctl.optim.batch import LineSearchSpec
 from dbctl.optim.commands import (
@@ -30,23 +31,18 @@ from dbctl.roles.batch_shard import BatchShard, BatchShardStart
 from dbctl.wire import (
     Ack,
     Cut,
-    CutPart,
-    Fetch,
     Gone,
     Hello,
     Message,
-    Params,
     Peer,
     Position,
     Push,
     Return,
-    ShardReport,
     Welcome,
 )
 from dbctl.wire_batch import Begin, Collect, Execute, Executed
 
-A, B, READER = Peer("worker-0.0", 1), Peer("worker-1.0", 1), Peer("evaluator-0", 1)
-BOSS = Peer(CONTROLLER, 1)
+READER = Peer("evaluator-0", 1)
 TWICE: Assignment = (TRIAL, ((2.0, PARAMETERS),))
 
 
@@ -87,28 +83,22 @@ def bundle(
     return Push(1, seq, start, evaluation, 1, at, 0, 0, np.array(gradient, "f8"))
 
 
-def done(shard: BatchShard, sender: Peer, message: Message) -> list[Message]:
+def worked_off(shard: BatchShard, sender: Peer, message: Message) -> Effects:
     """What is answered once everything that has come was worked off."""
     effects = shard.receive(0.0, sender, message)
     while shard.due == NOW:
         effects += shard.step(0.0)
-    return messages(effects)
+    return effects
 
 
-def messages(effects: Effects) -> list[Message]:
-    return [effect.message for effect in effects if isinstance(effect, Send)]
+def done(shard: BatchShard, sender: Peer, message: Message) -> list[Message]:
+    return messages(worked_off(shard, sender, message))
 
 
 def scalars(shard: BatchShard, command: Message) -> tuple[float, ...]:
     [answer] = done(shard, BOSS, command)
     assert isinstance(answer, Executed)
     return answer.scalars
-
-
-def fetched(shard: BatchShard, sender: Peer, number: int, *, start: int = 0) -> Params:
-    [answer] = messages(shard.receive(0.0, sender, Fetch(1, number, 0, 0, start)))
-    assert isinstance(answer, Params)
-    return answer
 
 
 # --------------------------------------------------------------------------------------- commands
@@ -199,8 +189,7 @@ def test_a_bundle_counts_once_whoever_sends_it_and_however_often() -> None:
     assert shard.shard.state[GRADIENT].tolist() == [5.5, 1, 1.5, 2]
     assert done(shard, A, bundle(3, 1, 5)) == [Ack(1, 3, 1)], "too late, and acknowledged"
     shard.start(0.0)
-    [report] = messages(shard.step(0.0))
-    assert isinstance(report, ShardReport)
+    report = reported(shard)
     assert (report.updates, report.refused) == (2, 0)
     assert report.staleness == (("worker-0.0", 0, 1), ("worker-1.0", 0, 1))
     assert [row.seq for row in report.table] == [3, 2]
@@ -231,8 +220,7 @@ def test_a_refused_bundle_is_acknowledged_and_counted_as_refused() -> None:
     scalars(shard, begin(1, 1))
     assert done(shard, A, bundle(1, 1, 0, [np.inf, 0, 0, 0])) == [Ack(1, 1, 1)]
     shard.start(0.0)
-    [report] = messages(shard.step(0.0))
-    assert isinstance(report, ShardReport)
+    report = reported(shard)
     assert (report.updates, report.refused, report.staleness) == (0, 1, ())
 
 
@@ -269,27 +257,23 @@ def test_a_reader_that_is_gone_holds_nothing() -> None:
     assert held.array.tolist() == [2, 4, 6, 8], "its buffer is that of the next name"
 
 
-def cut_parts(found: Iterable[Message]) -> list[CutPart]:
-    return [message for message in found if isinstance(message, CutPart)]
-
-
 def test_a_cut_hands_out_the_kept_vectors_and_the_next_iteration_writes_others() -> None:
     shard = welcomed()
     scalars(shard, begin(1, 1, point=PARAMETERS))
     done(shard, A, bundle(1, 1, 0))
     scalars(shard, collect(2, 1))
-    parts = cut_parts(done(shard, BOSS, Cut(1)))
-    assert [(p.vector, p.of, p.version) for p in parts] == [(PARAMETERS, 2, 1), (GRADIENT, 2, 1)]
-    values = [p.payload.array.tolist() for p in parts]
+    cut = parts(worked_off(shard, BOSS, Cut(1)))
+    assert [(p.vector, p.of, p.version) for p in cut] == [(PARAMETERS, 2, 1), (GRADIENT, 2, 1)]
+    values = [p.payload.array.tolist() for p in cut]
     assert values == [[1, 2, 3, 4], [1, 1, 1, 1]]
     scalars(shard, begin(3, 2, (PARAMETERS, ((5.0, PARAMETERS),)), point=PARAMETERS))
     done(shard, A, bundle(2, 2, 0, [7, 7, 7, 7]))
     scalars(shard, collect(4, 2))
-    assert [p.payload.array.tolist() for p in parts] == values
-    assert cut_parts(messages(shard.step(9.0))) == parts, "until they are returned"
+    assert [p.payload.array.tolist() for p in cut] == values
+    assert parts(shard.step(9.0)) == cut, "until they are returned"
     shard.receive(9.1, BOSS, Return(2))
     assert shard.due == NEVER
-    assert [p.payload.array.tolist() for p in cut_parts(done(shard, BOSS, Cut(2)))] == [
+    assert [p.payload.array.tolist() for p in parts(worked_off(shard, BOSS, Cut(2)))] == [
         [5, 10, 15, 20],
         [7, 7, 7, 7],
     ]
@@ -298,9 +282,9 @@ def test_a_cut_hands_out_the_kept_vectors_and_the_next_iteration_writes_others()
 def test_who_asks_for_a_newer_cut_has_given_back_the_last_one() -> None:
     """Its Return was lost: the buffers must not stay held for ever."""
     shard = welcomed(kept=(PARAMETERS,))
-    [first] = cut_parts(done(shard, BOSS, Cut(1)))
+    [first] = parts(worked_off(shard, BOSS, Cut(1)))
     scalars(shard, execute(1, (PARAMETERS, ((2.0, PARAMETERS),))))
-    [second] = cut_parts(done(shard, BOSS, Cut(2)))
+    [second] = parts(worked_off(shard, BOSS, Cut(2)))
     assert first.payload.array.tolist() == [1, 2, 3, 4]
     scalars(shard, execute(2, (PARAMETERS, ((2.0, PARAMETERS),))))
     assert second.payload.array.tolist() == [2, 4, 6, 8]
@@ -310,7 +294,7 @@ def test_who_asks_for_a_newer_cut_has_given_back_the_last_one() -> None:
 def test_a_shard_goes_on_from_what_was_saved() -> None:
     first = welcomed()
     scalars(first, execute(1, (GRADIENT, ((3.0, PARAMETERS),))))
-    saved = {p.vector: p.payload.array for p in cut_parts(done(first, BOSS, Cut(1)))}
+    saved = {p.vector: p.payload.array for p in parts(worked_off(first, BOSS, Cut(1)))}
     again = welcomed(saved[PARAMETERS], state={GRADIENT: saved[GRADIENT]}, version=8)
     assert scalars(again, execute(1, rows=[PARAMETERS, GRADIENT])) == (30, 90, 90, 270)
     assert again.shard.version == 8

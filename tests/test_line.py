@@ -190,10 +190,14 @@ def test_all_else_goes_by_the_threads(
     assert type(arrive(second)[0][1]) is type(message)
 
 
+@pytest.mark.parametrize("told", [False, True])
 def test_who_is_spoken_to_answers_by_its_own_line(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
-    """A shard connects to nobody; a worker's pipe is beside its socket, a newer life's too."""
+    """A shard connects to nobody; a worker's pipe is beside its socket, a newer life's too.
+
+    That of a replica that is started again: also where the shard was told of the older one's end.
+    """
     shard = make("shard-0")
     for incarnation in (1, 2):
         worker = make("worker-0.0", incarnation)
@@ -210,6 +214,9 @@ def test_who_is_spoken_to_answers_by_its_own_line(
                 shard.send("worker-0.0", Ack(1, seq, 1))
                 assert arrive(worker) == [(shard.me, Ack(1, seq, 1))]
             assert given == [[], []]
+        if told:
+            shard.forget(worker.me)
+            assert not shard._line._to
 
 
 @pytest.mark.parametrize("name", ["../worker-0", "x/y", "", "Worker", "w\0"])
@@ -245,19 +252,6 @@ def test_a_life_that_is_over_is_not_heard_nor_written_to(make: Make) -> None:
     assert (peer.incarnation, message.number) == (2, 2)  # type: ignore[attr-defined]
     assert second._line.send("worker-0.0", b"x"), "the next life has a line, too"
     buffer.close()
-
-
-def test_the_next_life_of_who_was_forgotten_is_answered_by_its_line(make: Make) -> None:
-    """A replica that is started again, to a shard that had been told of its end."""
-    shard = make("shard-0")
-    for incarnation in (1, 2):
-        worker = make("worker-0.0", incarnation)
-        worker.connect("shard-0", 1, shard.endpoint)
-        worker.send("shard-0", Fetch(1, 1, 0, 0))
-        assert arrive(shard) == [(worker.me, Fetch(1, 1, 0, 0))]
-        assert set(shard._line._to) == {"worker-0.0"}
-        shard.forget(worker.me)
-        assert not shard._line._to
 
 
 def test_what_is_no_partners_word_is_dropped_and_counted(make: Make) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from shard_talk import BOSS, A, B, fetched, messages, parts, reported
 
 from dbctl.optim.rules import (
     AdagradRuleSpec,
@@ -27,7 +28,6 @@ from dbctl.roles.shard import MAX_STALENESS_COUNTS, Shard, ShardStart
 from dbctl.wire import (
     Ack,
     Cut,
-    CutPart,
     Fetch,
     Gone,
     Hello,
@@ -44,8 +44,6 @@ from tests.reference import rule_loop
 
 Array = NDArray[Any]
 
-A, B = Peer("worker-0.0", 1), Peer("worker-1.0", 1)
-BOSS = Peer(CONTROLLER, 1)
 PLAIN = SgdRuleSpec(rate=1.0)
 RULES: list[RuleSpec] = [
     SgdRuleSpec(rate=0.1),
@@ -100,15 +98,6 @@ def push(seq: int, gradient: Iterable[float] = (-1, -1, -1, -1), **changes: Any)
 def pushed(shard: Shard, sender: Peer, message: Push) -> Effects:
     """The push arrives and is applied."""
     return shard.receive(0.0, sender, message) + shard.step(0.0)
-
-
-def fetched(shard: Shard, sender: Peer, number: int, **fields: int) -> Params:
-    after, returned = fields.get("after", 0), fields.get("returned", 0)
-    fetch = Fetch(1, number, after, returned, fields.get("start", 0))
-    [effect] = shard.receive(0.0, sender, fetch)
-    assert isinstance(effect, Send)
-    assert isinstance(effect.message, Params)
-    return effect.message
 
 
 # ------------------------------------------------------------------------------------- 1 Hello
@@ -245,8 +234,7 @@ def test_a_gradient_that_is_not_finite_is_counted_and_acknowledged_and_touches_n
     assert shard.version == 0
     assert shard.table() == (WorkerRow("worker-0.0", 1, 1, Position(1, 0, 1)),)
     shard.start(0.0)
-    [report] = [e.message for e in shard.step(0.0) if isinstance(e, Send)]
-    assert isinstance(report, ShardReport)
+    report = reported(shard)
     assert (report.refused, report.updates, report.staleness) == (1, 0, ())
 
 
@@ -349,10 +337,9 @@ def test_with_three_buffers_held_pushes_wait_and_every_message_of_a_reader_gives
 def test_what_comes_of_a_life_that_is_gone_changes_nothing() -> None:
     shard = welcomed(A, B)
     shard.receive(0.0, A, push(1))
-    [told] = shard.receive(0.0, BOSS, Gone(*A))
-    assert isinstance(told, Send)
-    assert isinstance(told.message, ShardReport)
-    assert told.message.over == (A.node,)  # from here on its row is final
+    [told] = messages(shard.receive(0.0, BOSS, Gone(*A)))
+    assert isinstance(told, ShardReport)
+    assert told.over == (A.node,)  # from here on its row is final
     assert shard.due == NEVER
     assert pushed(shard, A, push(1)) == []
     assert shard.receive(0.0, A, Hello(1)) == []
@@ -376,10 +363,7 @@ def test_a_new_life_stands_where_the_last_one_did_until_it_pushes() -> None:
     pushed(shard, A, push(1))
     shard.receive(0.0, Peer("worker-0.0", 2), Hello(1))
     assert shard.table() == (WorkerRow("worker-0.0", 2, 0, Position(1, 0, 1)),)
-    [cut, *_] = shard.receive(0.0, BOSS, Cut(1))
-    assert isinstance(cut, Send)
-    assert isinstance(cut.message, CutPart)
-    assert cut.message.table == shard.table()
+    assert parts(shard.receive(0.0, BOSS, Cut(1)))[0].table == shard.table()
 
 
 # ------------------------------------------------------------- staleness, L2, rates, what a push is
@@ -396,10 +380,7 @@ def test_staleness_is_the_version_before_applying_minus_the_base() -> None:
     ]:
         pushed(shard, sender, message)
     shard.start(5.0)
-    [effect] = shard.step(5.0)
-    assert isinstance(effect, Send)
-    assert isinstance(effect.message, ShardReport)
-    assert effect.message.staleness == (
+    assert reported(shard, 5.0).staleness == (
         ("worker-0.0", 0, 2),
         ("worker-1.0", 1, 1),
         ("worker-1.0", 2, 1),
@@ -410,10 +391,7 @@ def test_staleness_above_the_last_bin_is_counted_in_it() -> None:
     shard = welcomed(version=1000)
     pushed(shard, A, push(1, base=1))
     shard.start(0.0)
-    [effect] = shard.step(0.0)
-    assert isinstance(effect, Send)
-    assert isinstance(effect.message, ShardReport)
-    assert effect.message.staleness == (("worker-0.0", 255, 1),)
+    assert reported(shard).staleness == (("worker-0.0", 255, 1),)
 
 
 def test_reports_of_many_staleness_counts_tell_them_in_turn() -> None:
@@ -425,11 +403,9 @@ def test_reports_of_many_staleness_counts_tell_them_in_turn() -> None:
     told: list[tuple[str, int, int]] = []
     sizes = []
     for second in range(3):
-        [effect] = shard.step(float(second))
-        assert isinstance(effect, Send)
-        assert isinstance(effect.message, ShardReport)
-        sizes.append(len(effect.message.staleness))
-        told += effect.message.staleness
+        staleness = reported(shard, float(second)).staleness
+        sizes.append(len(staleness))
+        told += staleness
     assert sizes == [MAX_STALENESS_COUNTS, 10, MAX_STALENESS_COUNTS]
     assert set(told[:n]) == {(f"worker-{i}.0", 3, i + 1) for i in range(n)}
 
@@ -462,12 +438,6 @@ def test_a_schedule_counts_the_shards_own_updates() -> None:
 
 
 # ----------------------------------------------------------------------------- cuts and reports
-
-
-def parts(effects: Effects) -> list[CutPart]:
-    sent = [e for e in effects if isinstance(e, Send) and isinstance(e.message, CutPart)]
-    assert all(e.to == CONTROLLER for e in sent)
-    return [e.message for e in sent if isinstance(e.message, CutPart)]
 
 
 def test_a_marked_push_makes_a_cut_right_after_it_was_applied() -> None:
