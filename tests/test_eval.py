@@ -178,6 +178,28 @@ def test_a_dead_evaluator_ends_it(trained: RunDir, monkeypatch: pytest.MonkeyPat
     assert task.measured is None
 
 
+@pytest.mark.parametrize("said", [True, False])
+def test_the_logs_of_one_that_fails_are_kept_and_named(
+    said: bool, trained: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Path] = []
+
+    def fails(*_: object, logs: str, **__: object) -> None:
+        kept.append(Path(logs))
+        if said:
+            (kept[0] / "evaluator-0.log").write_text("its last words")
+        raise RunError("an evaluator died")
+
+    monkeypatch.setattr(evaluate, "_evaluate", fails)
+    warnings: list[str] = []
+    with pytest.raises(RunError, match="died"):
+        evaluate.evaluate(str(trained.path), evaluate.Request(), warn=warnings.append)
+    assert kept[0].exists() == said
+    assert [str(kept[0]) in warning for warning in warnings] == [True] * said
+    if said:
+        shutil.rmtree(kept[0])
+
+
 def test_float_targets_have_no_accuracy(tmp_path: Path) -> None:
     x = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
     np.save(tmp_path / "x.npy", x)

@@ -8,7 +8,6 @@ row each; what they count is summed, so each row counts once for any number of t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -87,7 +86,7 @@ def evaluate(
     """How it ended (done, interrupted, stopped) and, when done, what was measured.
 
     DbctlError where it cannot begin or does not come to its end. `warn` gets what is to be said of
-    checkpoints that are not good.
+    checkpoints that are not good, and where the logs of an evaluation that failed are.
     """
     logs = tempfile.mkdtemp(prefix="dbctl-eval-")
     try:
@@ -96,8 +95,10 @@ def evaluate(
     except Interrupted:
         found = signals.status, None
     except (LaunchError, RunError):
-        with contextlib.suppress(OSError):
-            os.rmdir(logs)  # only if it is empty: what is said may name a log
+        try:
+            os.rmdir(logs)  # only if it is empty: what went wrong may stand there
+        except OSError:
+            warn(f"what its processes said is kept in {logs}")
         raise
     except BaseException:
         shutil.rmtree(logs, ignore_errors=True)

@@ -22,7 +22,6 @@ from dbctl.plan import ITEM_BYTES, LOCALHOST, PROCESS_BYTES, Plan, method_vector
 from dbctl.process import raise_descriptor_limit
 from dbctl.region import Range
 
-HOST = "localhost"
 OWN_BYTES = 24 << 20  # of a process, and shared with no other; measured
 WARN_SHARE = 0.8
 
@@ -60,12 +59,12 @@ def check_room(plan: Plan, train: Source | None, test: Source | None) -> list[st
         return []  # what other hosts have is not known here
     room = room_on(plan, LOCALHOST, train=train, test=test)
     if fault := files_fault(room, raise_descriptor_limit()):
-        raise LaunchError(HOST, fault)
+        raise LaunchError(LOCALHOST, fault)
     available = available_bytes()
     if available is None or not (said := memory_fault(room, available)):
         return []
     if is_too_large(room, available):
-        raise LaunchError(HOST, f"has too little memory for this run: {said}")
+        raise LaunchError(LOCALHOST, f"has too little memory for this run: {said}")
     return [f"memory may not suffice: {said}"]
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from dbctl.experiment.specs import SshCluster
 from dbctl.keys import Tcp
 from dbctl.plan import NodePlan, Plan
+from dbctl.rights import CONTROLLER
 from dbctl.transport.curve import make_keys
 
-CONTROLLER = "controller"
 UNENCRYPTED = (
     "encryption is off: whoever reaches the hosts of this run can read and change its parameters"
 )
