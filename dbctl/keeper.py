@@ -33,7 +33,6 @@ from dbctl.keeper_start import (
     SOCKET,
     leave_parent,
     listen,
-    note,
     remove,
     say_ready,
     say_stays,
@@ -41,7 +40,7 @@ from dbctl.keeper_start import (
     told,
 )
 from dbctl.process import RUN_SIGNALS, one_line, read_line, signals_held
-from dbctl.visitors import Answers, Visitor, peer_uid, tell
+from dbctl.visitors import Answers, Visitor, note, peer_uid, tell
 
 STAY = b"stay"
 STAY_LIMIT_S = 60.0  # twice what its launcher gives all hosts to get ready

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from dbctl.keeper_start import note
 from dbctl.process import clear_runtime, one_line, signals_held
 from dbctl.proctree import Process, children_of
-from dbctl.visitors import N_DESCRIPTORS, Visitor, tell
+from dbctl.visitors import N_DESCRIPTORS, Visitor, note, tell
 
 STOP_LIMIT_S = 5.0  # an agent needs two seconds for its nodes; then it is killed
 RUNS_MAX = 64

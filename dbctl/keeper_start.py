@@ -21,7 +21,6 @@ from typing import Any
 from dbctl import __version__
 from dbctl.envelope import PROTOCOL_VERSION
 from dbctl.options_line import read_options
-from dbctl.process import escape_line, log
 
 PARENT = "/tmp"  # short: an address of a socket holds 107 bytes
 PREFIX = "dbctl-keeper-"
@@ -134,8 +133,3 @@ def say_ready(directory: str) -> None:
     # What a login file printed before may have no end of line.
     sys.stdout.write(f"\nREADY {json.dumps(ready)}\n")
     sys.stdout.flush()
-
-
-def note(text: str) -> None:
-    """An event in a keeper's log; what others called their runs is escaped."""
-    log("keeper", escape_line(text))

@@ -1,7 +1,7 @@
-"""Who comes to a keeper's socket: read without waiting, and told things without waiting.
+"""Who comes to a keeper's socket, read and told things without waiting; and what is noted of them.
 
 Rules of this file: nobody's slowness holds a keeper up; what a request may cost is bounded; the
-descriptors that came with a request are closed by whoever ends it.
+descriptors that came with a request are closed by whoever ends it; words of others are escaped.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from math import inf
 from typing import Any
 
 from dbctl.options_line import OPTIONS_BYTES_MAX
+from dbctl.process import escape_line, log
 
 N_DESCRIPTORS = 2  # standard output and error of a run's agent
 
@@ -113,6 +114,11 @@ def tell(connection: socket.socket, **words: object) -> None:
     """One line, if it can be sent at once: or not at all."""
     with contextlib.suppress(OSError):
         connection.send(json.dumps(words).encode() + b"\n", socket.MSG_DONTWAIT)
+
+
+def note(text: str) -> None:
+    """An event in the keeper's log, in one line: what others called their runs is escaped."""
+    log("keeper", escape_line(text))
 
 
 def peer_uid(connection: socket.socket) -> int:
