@@ -101,15 +101,18 @@ class Box:
         return tuple(slice(a - o, b - o) for (a, b), o in zip(self.sides(), at, strict=True))
 
     def run_in(self, whole: Box) -> Range | None:
-        """Where this box lies in the row-major nodes of `whole`; None: not in one run."""
-        start = length = 0
+        """Where this box, not an empty one, lies in the row-major nodes of `whole`.
+
+        None: not in one run.
+        """
+        assert self, f"{self} lies nowhere"
+        start, length = 0, 1
         for (a, b), (first, last) in zip(self.sides(), whole.sides(), strict=True):
-            side = last - first
-            # Nothing but single nodes before the first side that has more, and whole sides after.
+            # Single nodes before the first side that has more, and whole sides after it.
             if length > 1 and (a, b) != (first, last):
                 return None
-            start = start * side + (a - first)
-            length = max(length, 1) * (b - a)
+            start = start * (last - first) + (a - first)
+            length *= b - a
         return Range(start, start + length)
 
     def split(self, counts: tuple[int, ...]) -> list[Box]:

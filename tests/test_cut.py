@@ -328,7 +328,7 @@ BAD = [
     (DENSE, {"grid": (2, 2)}, "partition.grid", ["found 2 x 2", "count: 4"]),
     (CONV, {"grid": (7, 1)}, "partition.grid", ["at most 6 x 5", "found 7 x 1"]),
     (CONV, {"grid": (1, 6)}, "partition.grid", ["at most 6 x 5", "found 1 x 6"]),
-    (CONV, {"count": 7}, "partition.count", ["6 x 5", "found 7", "1 x 7, 7 x 1 do not fit"]),
+    (CONV, {"count": 7}, "partition.count", ["6 x 5", "found 7", "7 x 1, 1 x 7 do not fit"]),
     (CONV, {"count": 31}, "partition.count", ["6 x 5", "found 31"]),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from lockstep import COPIED, Batch, Parts, Uncut, make_batch, run, shares_of
 from network_cases import LOSSES, filters, networks, pools
 
+from dbctl.experiment.read import load
 from dbctl.model.cut import NetworkCut, cut_fault, cut_network
 from dbctl.model.layers.conv2d import Conv2dSpec
 from dbctl.model.layers.dense import DenseSpec
@@ -26,6 +28,7 @@ from dbctl.model.passes import Measurement
 from dbctl.roles.base import PlainBuffer
 
 BATCH = 5
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 GRIDS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (4, 1), (2, 3), (6, 1)]
 
@@ -348,10 +351,32 @@ def test_whole_rows_are_sent_from_where_they_lie_and_columns_are_copied() -> Non
             wanted, whole = Uncut(spec, batch_size=BATCH).gradient(make_batch(spec, n))
             assert np.allclose(loss, wanted)
             assert np.allclose(gradient, whole)
-        copied = {
-            key.phase for network in parts.networks for key, _ in network._post._boxes
-        } & COPIED
-        assert copied == (COPIED if copies else set())
+        assert copied_phases(parts) == (COPIED if copies else set())
+
+
+def copied_phases(parts: Parts) -> set[str]:
+    """Of those whose boxes need not be copied."""
+    return {key.phase for network in parts.networks for key, _ in network._post._boxes} & COPIED
+
+
+@pytest.mark.parametrize("name", ["fashion-local", "figure3"])
+def test_of_cuts_of_equal_traffic_the_one_is_taken_whose_boxes_need_no_copy(name: str) -> None:
+    spec = load(str(EXPERIMENTS / f"{name}.yaml")).network
+    parts = Parts(cut_network(spec, count=2), batch_size=2)
+    _, _, ran = parts.gradient(make_batch(spec, 2))
+    assert ran.of_phase("states") > 0
+    assert copied_phases(parts) == set()
+
+
+def test_a_pass_that_only_measures_makes_no_memory_for_gradients() -> None:
+    spec = load(str(EXPERIMENTS / "fashion-local.yaml")).network
+    parts = Parts(cut_network(spec, count=2), batch_size=2)
+    parts.measure(make_batch(spec, 2))
+    layers = [layer for network in parts.networks for layer in network._layers[1:-1]]
+    assert any(layer.inputs.outbox is not None for layer in layers)
+    assert all(layer.dx.outbox is None for layer in layers)
+    parts.gradient(make_batch(spec, 2))
+    assert any(layer.dx.outbox is not None for layer in layers)
 
 
 @settings(max_examples=60, deadline=None)

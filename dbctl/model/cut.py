@@ -240,7 +240,8 @@ def _spaces(spec: NetworkSpec) -> list[Grid]:
 
 
 def _grids(count: int) -> list[Grid]:
-    return [(r, count // r) for r in range(1, count + 1) if count % r == 0]
+    """Most rows first: of equal traffic it is taken, since whole rows are runs of their arrays."""
+    return [(r, count // r) for r in range(count, 0, -1) if count % r == 0]
 
 
 def _fits(grid: Grid, spaces: Sequence[Grid]) -> bool:

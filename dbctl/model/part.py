@@ -15,10 +15,11 @@ What others wait for is computed and given first, and what needs nothing of thei
 its way: shared weights before all else, partial sums of others' outputs before those of the own,
 gradients by inputs before those by weights; partial gradients of shared weights are added up last.
 
-Boxes that are runs of their array (whole rows) are sent from where they lie. Nodes of a level lie
-unchanged until the layer below destroys them, going back: by then everybody they were sent to has
-taken them, because each of those has given the gradient by them. Gradients by others' nodes lie
-unchanged until the next pass.
+Nodes of a level, and gradients by others' nodes, are sent from where they lie if they are a run of
+an array that also holds what others gave (whole rows). Nodes lie unchanged until the layer below
+destroys them, going back: by then everybody they were sent to has taken them, because each of those
+has given the gradient by them. Gradients by others' nodes, and all nodes of a pass that only
+measures, lie unchanged until the next pass.
 """
 
 from __future__ import annotations
@@ -31,12 +32,20 @@ from numpy.typing import NDArray
 
 from dbctl.model.buffer import Buffer
 from dbctl.model.cut import NetworkCut
-from dbctl.model.exchange import Exchange, Give, Key, Outbox, Take
+from dbctl.model.exchange import Exchange, Give, Key, Take
 from dbctl.model.kernels.dense import Dense
 from dbctl.model.kernels.dense_inputs import DenseByInputs
 from dbctl.model.kernels.dropout import Dropout
 from dbctl.model.layers.dropout import Draw
-from dbctl.model.part_layer import Crossing, MakeOutbox, PartLayer, Post, add_all, views_of
+from dbctl.model.part_layer import (
+    Crossing,
+    Lendable,
+    MakeOutbox,
+    PartLayer,
+    Post,
+    add_all,
+    views_of,
+)
 from dbctl.model.part_loss import PartLoss
 from dbctl.region import Box
 
@@ -164,7 +173,7 @@ class PartNetwork:
             return own
         key = Key("states", index)
         if layer.sends:
-            yield self._give(key, layer.sends, own, lent=layer.lent_inputs)
+            yield self._give(key, layer.sends, own, memory=layer.inputs)
         if layer.is_local:
             return own
         whole = layer.inputs.rows(n)
@@ -177,13 +186,13 @@ class PartNetwork:
         return whole
 
     def _give(
-        self, key: Key, boxes: dict[int, Crossing], array: Array, *, lent: Outbox | None
+        self, key: Key, boxes: dict[int, Crossing], array: Array, *, memory: Lendable
     ) -> Give:
-        """Boxes of `array`, whose memory is `lent`: where they lie, or copied if not in a run."""
+        """Boxes of `array`: as runs of the `memory` it lies in, or copied."""
         n = array.shape[-1]
         for p, box in boxes.items():
-            if lent is not None and box.run is not None:
-                self._post.lend(p, lent, box.run, rows=n)
+            if memory.outbox is not None and box.run is not None:
+                self._post.lend(p, memory.outbox, box.run, rows=n)
             else:
                 room = self._post.room(key, (p,), (*box.shape, n), rows=n)
                 np.copyto(room, array[box.place])
@@ -258,7 +267,7 @@ class PartNetwork:
         layer, key = self._layers[index], Key("back", index)
         if dx is None or not layer.takes:
             return
-        yield self._give(key, layer.takes, dx, lent=layer.lent_dx)
+        yield self._give(key, layer.takes, dx, memory=layer.dx)
 
     def _take_back(self, index: int, dx: Array) -> Pass:
         """The gradient by our nodes of the level below: our own share and what others give."""

@@ -1,7 +1,8 @@
 """What one layer of one partition works with: its kernel, its buffers, what crosses, its outboxes.
 
 Rules of this file: model/part.py. Memory is made once; an outbox is made when it is first used,
-large enough for a whole mini-batch. Which boxes cross is worked out once, not in each pass.
+large enough for a whole mini-batch, and what is lent when a pass first works on it. Which boxes
+cross is worked out once, not in each pass.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from dbctl.region import Box, Range
 
 Array = NDArray[Any]
 MakeOutbox = Callable[[int, str], Outbox]
+
+_NOTHING = Box((0,), (0,))
 
 
 class Post:
@@ -59,6 +62,11 @@ class Post:
         """For `n_nodes` of a whole mini-batch, to be lent."""
         return self._make(n_nodes * self._batch_size, self._dtype)
 
+    def buffer(self, shape: tuple[int, ...], outbox: Outbox | None) -> Buffer:
+        """Of a whole mini-batch, in the memory of `outbox` if there is one."""
+        flat = None if outbox is None else outbox.array
+        return Buffer(shape, self._batch_size, dtype=self._dtype, flat=flat)
+
     def lend(self, to: int, outbox: Outbox, nodes: Range, *, rows: int) -> None:
         """Partition `to` is sent `nodes` as they lie in `memory` by the next `give`."""
         self._written[to] = Run(outbox, nodes.start * rows, nodes.stop * rows)
@@ -72,6 +80,27 @@ class Post:
         """The same array, copied once, to each of `to`."""
         np.copyto(self.room(key, to, array.shape, rows=rows), array)
         return self.give(key)
+
+
+class Lendable:
+    """Nodes of `box` for mini-batches, made when first used: if `lent`, in memory others can map.
+
+    Runs of what is lent are sent from where they lie.
+    """
+
+    def __init__(self, box: Box, post: Post, *, lent: bool) -> None:
+        self._box = box
+        self._post = post
+        self._lent = lent
+        self._buffer: Buffer | None = None
+        self.outbox: Outbox | None = None
+
+    def rows(self, n: int) -> Array:
+        """As Buffer.rows."""
+        if self._buffer is None:
+            self.outbox = self._post.memory(len(self._box)) if self._lent else None
+            self._buffer = self._post.buffer(self._box.shape, self.outbox)
+        return self._buffer.rows(n)
 
 
 class Crossing(NamedTuple):
@@ -98,8 +127,7 @@ class PartLayer:
     `sends`: nodes of ours that others need, by partition, in the array of what we own. `takes`:
     those of others that we need, in the array of what we need. `kernel`: None without outputs of
     ours, and where the layer is cut by its inputs. `inputs`: what we need, our own and others'
-    nodes, and `dx` the gradient by it; `lent_inputs` and `lent_dx` are their memory where runs of
-    it are sent from where they lie.
+    nodes, and `dx` the gradient by it.
     """
 
     def __init__(
@@ -126,8 +154,6 @@ class PartLayer:
         self.takes = _crossings(taken, self.need, lain=self.need)
         lain = self.need if self.takes and self.own.in_place else None
         self.sends = _crossings(sent, mine, lain=lain)
-        self.lent_inputs: Outbox | None = None
-        self.lent_dx: Outbox | None = None
         self.kernel: Kernel | None = None
         self.by_inputs: DenseByInputs | None = None
         self.shared: Shared | None = None
@@ -145,14 +171,9 @@ class PartLayer:
         if box:
             shape = cut.shapes[index]
             self.kernel = KERNELS[spec.type](spec, shape, box, batch_size=batch_size, dtype=dtype)
-        if index and any(box.run for box in self.sends.values()):
-            self.lent_inputs = post.memory(len(self.need))
-        if index and any(box.run for box in self.takes.values()):
-            self.lent_dx = post.memory(len(self.need))
-        gathered = self.need.shape if index and not self.is_local else (0,)
-        back = self.need.shape if index else (0,)
-        self.inputs = Buffer(gathered, batch_size, dtype=dtype, flat=_flat(self.lent_inputs))
-        self.dx = Buffer(back, batch_size, dtype=dtype, flat=_flat(self.lent_dx))
+        gathered = self.need if index and not self.is_local else _NOTHING
+        self.inputs = Lendable(gathered, post, lent=_any_run(self.sends))
+        self.dx = Lendable(self.need if index else _NOTHING, post, lent=_any_run(self.takes))
         if cut.owner_of_shared(index) is not None:
             self.shared = Shared(cut, index, partition, dtype=dtype)
 
@@ -186,8 +207,8 @@ def _crossings(boxes: dict[int, Box], array: Box, *, lain: Box | None) -> dict[i
     }
 
 
-def _flat(outbox: Outbox | None) -> Array | None:
-    return outbox.array if outbox is not None else None
+def _any_run(boxes: dict[int, Crossing]) -> bool:
+    return any(box.run is not None for box in boxes.values())
 
 
 def _tensors_of(cut: NetworkCut, index: int, partition: int) -> list[Flat]:
