@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,21 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
                 yield msgspec.json.decode(line, type=dict[str, Any])
+
+
+def of_one_step(records: Iterable[Mapping[str, Any]], node: str, figure: str) -> float:
+    """What a step of worker `node` adds to a figure of its reports; `time`: how long it takes, s.
+
+    Between its reports at a quarter of its steps and at the last step, so that how a run begins,
+    and what it writes at its end, is left out. ValueError: it made too few steps, or reported none.
+    """
+    own = [r for r in records if r.get("event") == "worker" and r["node"] == node]
+    n_steps = own[-1]["step"] if own else 0
+    reached = (next((r for r in own if r["step"] >= at), None) for at in (n_steps / 4, n_steps))
+    first, last = reached
+    if first is None or last is None or first["step"] == n_steps:
+        raise ValueError(f"{node}: {n_steps} steps are too few to tell what one takes")
+    return float((last[figure] - first[figure]) / (n_steps - first["step"]))
 
 
 def _mend_tail(fd: int) -> None:

@@ -24,6 +24,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from dbctl.metrics import of_one_step, read_metrics
+
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.yaml" for name in ("figure3", "speech-paper", "vision-paper")]
 SETTINGS = ("replicas=1", "evaluate=off", "checkpoint={every: off}", "threads=1")
@@ -45,21 +47,15 @@ def predict(file: Path, counts: str) -> dict[int, float]:
 
 
 def measure(file: Path, count: int) -> float:
-    """Seconds of one mini-batch, without a run's beginning and end.
-
-    Between the reports of one worker after a quarter of the steps and at the end of them.
-    """
+    """Seconds of one mini-batch, without a run's beginning and end."""
     with tempfile.TemporaryDirectory() as directory:
         words = ("--run-dir", f"{directory}/run")
         dbctl(file, *words, settings=(f"partition={{count: {count}}}",))
-        metrics = Path(directory, "run", "metrics.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, metrics) if record["event"] == "worker"]
-    own = [record for record in records if record["node"] == records[0]["node"]]
-    last = own[-1]
-    first = next(record for record in own if record["step"] >= last["step"] / 4)
-    if first["step"] == last["step"]:
-        raise SystemExit(f"{file.name}: {last['step']} steps are too few; raise stop.steps")
-    return float((last["time"] - first["time"]) / (last["step"] - first["step"]))
+        records = list(read_metrics(Path(directory, "run", "metrics.jsonl")))
+    try:
+        return of_one_step(records, "worker-0.0", "time")
+    except ValueError as error:
+        raise SystemExit(f"{file.name}: {error}; raise stop.steps") from error
 
 
 def rows_of(files: list[Path], counts: str, measured: list[int]) -> list[dict[str, object]]:

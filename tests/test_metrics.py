@@ -6,11 +6,12 @@ import json
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dbctl.errors import RunError
-from dbctl.metrics import Metrics, read_metrics
+from dbctl.metrics import Metrics, of_one_step, read_metrics
 
 
 def test_metrics_go_on_after_a_resume(tmp_path: Path) -> None:
@@ -94,3 +95,19 @@ def test_metrics_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
         Metrics(tmp_path)
     with pytest.raises(RunError, match=r"cannot be read: is a directory"):
         list(read_metrics(tmp_path))
+
+
+def test_a_step_is_timed_without_a_run_s_beginning_and_end() -> None:
+    """Nor does a worker at rest count, which reports on while the last checkpoint is written."""
+    reports = [(0, 0.0, 0.0), (1, 9.0, 5.0), (4, 10.0, 6.0), (10, 16.0, 9.0), (16, 22.0, 12.0)]
+    records: list[dict[str, Any]] = [
+        {"event": "worker", "node": "worker-0.0", "step": step, "time": time, "compute_s": compute}
+        for step, time, compute in [*reports, (16, 30.0, 12.0), (16, 40.0, 12.0)]
+    ]
+    others = [{"event": "evaluation", "time": 1.0}, {**records[1], "node": "worker-1.0"}]
+    mixed = [record for pair in zip(others * 4, records, strict=False) for record in pair]
+    assert of_one_step(mixed, "worker-0.0", "time") == 1.0
+    assert of_one_step(mixed, "worker-0.0", "compute_s") == 0.5
+    for few in ([], records[:1], records[-1:], others):
+        with pytest.raises(ValueError, match="too few"):
+            of_one_step(few, "worker-0.0", "time")

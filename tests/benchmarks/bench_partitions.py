@@ -7,8 +7,8 @@ Two things are measured, each with one BLAS thread a partition, counts of partit
     passes  forward, backward and exchange without servers: processes that have only a link and one
             partition each, on random numbers
     steps   whole runs through `dbctl train`: also data, gradient check, servers; VmHWM of a worker.
-            Between the reports of a worker after a quarter of the steps and at the end of them:
-            a run of a few seconds begins and ends in half a second, however it is cut
+            Between the reports of a worker at a quarter of its steps and at the last one: a run
+            of a few seconds begins and ends in half a second, however it is cut
 
 and predicted by `dbctl train --dry-run --partitions`. Printed are medians, ratios of the same round
 and, of the passes, what a partition computes and how long it waits. Bars: speech passes 1.75 and
@@ -39,6 +39,7 @@ import numpy as np
 
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import Experiment
+from dbctl.metrics import of_one_step, read_metrics
 from dbctl.model.cut import cut_network
 from dbctl.model.layers.dropout import Draw
 from dbctl.node.compute import Share
@@ -184,14 +185,12 @@ def steps(name: str, count: int) -> dict[str, float]:
         lines = process.stdout.read().splitlines()
         process.stdout.close()
         assert process.returncode == 0, lines
-        records = [
-            json.loads(s) for s in Path(folder, "run/metrics.jsonl").read_text().splitlines()
-        ]
+        records = list(read_metrics(Path(folder, "run/metrics.jsonl")))
     waits = ("compute_s", "exchange_wait_s", "fetch_wait_s", "push_wait_s")
     return {
         "memory_bytes": greatest,
         **{
-            name: max(a_step(records, node, name) for node in nodes_of(records))
+            name: max(of_one_step(records, node, name) for node in nodes_of(records))
             for name in ("time", *waits)
         },
     }
@@ -199,14 +198,6 @@ def steps(name: str, count: int) -> dict[str, float]:
 
 def nodes_of(records: list[dict[str, Any]]) -> set[str]:
     return {r["node"] for r in records if r.get("event") == "worker"}
-
-
-def a_step(records: list[dict[str, Any]], node: str, name: str) -> float:
-    """What a step adds to a worker's figure, between its report at a quarter and the last."""
-    own = [r for r in records if r.get("event") == "worker" and r["node"] == node]
-    last = own[-1]
-    first = next(r for r in own if r["step"] >= last["step"] / 4)
-    return float((last[name] - first[name]) / (last["step"] - first["step"]))
 
 
 def workers_under(ancestor: int) -> list[int]:
