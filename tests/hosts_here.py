@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dbctl.run import clusters
-from dbctl.run.cluster_hosts import stop
-from dbctl.run.clusters import Cluster, known, read
+from dbctl.run.cluster_hosts import end_keepers
+from dbctl.run.clusters import Cluster
 from tests.cluster.harness import wait_until
 from tests.keepers import Keepers
 
@@ -65,10 +65,10 @@ def hosts_here(tmp_path: Path) -> Iterator[Place]:
         this = Place(tmp_path)
         yield this
         assert clusters.directory().is_relative_to(tmp_path), "not those of whoever runs the tests"
-        for name in known():
-            cluster = read(name)
+        for name in clusters.known():
+            cluster = clusters.read(name)
             if any(Path(one.socket).exists() for one in cluster.keepers):
-                stop(cluster, force=True)
+                end_keepers(cluster, force=True)
         wait_until(lambda: not this.keepers(), 5.0)
         this.close()
 
@@ -91,4 +91,4 @@ def a_cluster(*names: str, **changes: Any) -> Cluster:
     path = clusters.directory() / "lab.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values))
-    return read("lab")
+    return clusters.read("lab")

@@ -21,7 +21,7 @@ import pytest
 from dbctl.errors import LaunchError, UsageError
 from dbctl.launch import standing
 from dbctl.run import cluster_hosts, launching
-from dbctl.run.cluster_hosts import look, stop
+from dbctl.run.cluster_hosts import end_keepers, look
 from dbctl.run.clusters import known, read
 from dbctl.run.launching import launch
 from tests.hosts_here import Place, hosts_here
@@ -91,7 +91,7 @@ def test_each_host_has_its_state(place: Place, monkeypatch: pytest.MonkeyPatch) 
     assert "did not say ANSWER in time" in found["d"].why
     for name in "bcd":
         place.mend(name)
-    stopped = {one.host.name: one.state for one in stop(cluster)}
+    stopped = {one.host.name: one.state for one in end_keepers(cluster)}
     assert stopped == dict.fromkeys("abcd", "stopped") | {"e": "gone"}
     assert found["e"].why == "it was killed, and runs that were on it may go on"
     assert known() == []
@@ -117,38 +117,38 @@ def test_a_host_that_means_somebody_else_by_now_is_not_gone(
         (place.path / "other.py").write_text(OTHER)
         words = f'exec {sys.executable} {place.path}/other.py "$@"'
         place.spoil("a", f"set -- -P -m dbctl caller {keeper.socket} {keeper.node}; {words}")
-    [found] = stop(cluster)
+    [found] = end_keepers(cluster)
     assert found.state == "unreachable"
     word = "on elsewhere, and this is" if how == "another machine" else "PermissionError"
     assert word in found.why
     assert known() == ["lab"]
     monkeypatch.setattr(cluster_hosts, "ask", standing.ask)
     (place.path / "hosts" / "a").unlink(missing_ok=True)
-    assert [one.state for one in stop(cluster)] == ["stopped"]
+    assert [one.state for one in end_keepers(cluster)] == ["stopped"]
 
 
 def test_a_cluster_that_was_launched_anew_meanwhile_is_not_forgotten(place: Place) -> None:
     old = launch(place.hosts("a"), None)
-    assert [one.state for one in stop(old)] == ["stopped"]
+    assert [one.state for one in end_keepers(old)] == ["stopped"]
     new = launch(place.hosts("a"), None)
-    assert [one.state for one in stop(old)] == ["gone"]
+    assert [one.state for one in end_keepers(old)] == ["gone"]
     launching._make_way(old)
     assert read("lab") == new
-    stop(old, force=True)
+    end_keepers(old, force=True)
     assert read("lab") == new
-    assert [one.state for one in stop(new)] == ["stopped"]
+    assert [one.state for one in end_keepers(new)] == ["stopped"]
     assert known() == []
 
 
 def test_a_cluster_is_not_forgotten_while_a_keeper_may_live(place: Place) -> None:
     cluster = launch(place.hosts("a", "b"), None)
     place.spoil("b", "exit 255")
-    assert [one.state for one in stop(cluster)] == ["stopped", "unreachable"]
+    assert [one.state for one in end_keepers(cluster)] == ["stopped", "unreachable"]
     assert known() == ["lab"]
     with pytest.raises(UsageError, match=r"\(b is unreachable\): give --name another"):
         launch(place.hosts("a", "b"), None)
     place.mend("b")
-    assert [one.state for one in stop(cluster)] == ["gone", "stopped"]
+    assert [one.state for one in end_keepers(cluster)] == ["gone", "stopped"]
     assert known() == []
 
 

@@ -22,7 +22,7 @@ from dbctl.cli.main import main
 from dbctl.errors import ExperimentError, LaunchError, UsageError
 from dbctl.keeper_start import LOG
 from dbctl.run import launching
-from dbctl.run.cluster_hosts import look, stop
+from dbctl.run.cluster_hosts import end_keepers, look
 from dbctl.run.clusters import directory, known, read
 from dbctl.run.launching import launch
 from tests.cluster.harness import wait_until
@@ -132,7 +132,7 @@ def test_a_signal_after_hosts_were_told_to_stay_leaves_no_unknown_keeper(
     assert process.returncode == status
     if name == "SIGKILL":
         assert {one.state for one in look(read("lab"))} == {"up"}
-        stop(read("lab"))
+        end_keepers(read("lab"))
     else:
         assert err.count("before the cluster was up") == 1, err
         assert err.count("\n") == 1, err
@@ -154,7 +154,7 @@ def test_what_could_not_be_taken_back_is_not_forgotten(place: Place) -> None:
         launch(place.hosts("a", "b"), None, tell=told.append)
     assert told == ["warning: b: its agent may live: `dbctl stop-cluster lab` ends it"]
     place.mend("b")
-    assert [one.state for one in stop(read("lab"))] == ["gone", "stopped"]
+    assert [one.state for one in end_keepers(read("lab"))] == ["gone", "stopped"]
     assert known() == []
 
 

@@ -141,7 +141,7 @@ def controllers(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 
 class Answers:
-    """In the place of the keepers: `now` are their answers to `stop`."""
+    """In the place of the keepers: `now` are their answers to `end_keepers`."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, before: list[Seen], now: list[Seen]
@@ -150,10 +150,10 @@ class Answers:
         self.controllers: dict[str, subprocess.Popen[str]] = {}
         self._now = now
         monkeypatch.setattr(stopping, "look", lambda cluster: before)
-        monkeypatch.setattr(stopping, "stop", self._stop)
+        monkeypatch.setattr(stopping, "end_keepers", self._end)
         monkeypatch.setattr(stopping, "SAVE_LIMIT_S", 1.0)
 
-    def _stop(self, cluster: Cluster, *, force: bool) -> list[Seen]:
+    def _end(self, cluster: Cluster, *, force: bool) -> list[Seen]:
         self.alive = [n for n, one in self.controllers.items() if one.poll() is None]
         return self._now
 

@@ -21,9 +21,9 @@ def cluster_of(name: str | None, *, bootstrap: bool) -> Cluster | None:
         raise click.UsageError(
             "--bootstrap is for launch-cluster: the agents of a cluster stand already"
         )
-    from dbctl.run.clusters import read
+    from dbctl.run import clusters
 
-    return read(name)
+    return clusters.read(name)
 
 
 @click.command("launch-cluster")

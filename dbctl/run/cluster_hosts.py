@@ -15,7 +15,8 @@ from dbctl.errors import LaunchError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.standing import Keeper, Reply, ask, is_gone
 from dbctl.progress.text import counted
-from dbctl.run.clusters import Cluster, forget
+from dbctl.run import clusters
+from dbctl.run.clusters import Cluster
 
 
 class NodeSaid(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +88,7 @@ def _seen(one: Keeper, reply: Reply) -> Seen:
     return Seen(host=one.host, state=said.state, said=said)
 
 
-def stop(cluster: Cluster, *, force: bool = False) -> list[Seen]:
+def end_keepers(cluster: Cluster, *, force: bool = False) -> list[Seen]:
     """Ends the keepers and the runs on them: what became of each (stopped, gone, unreachable).
 
     The cluster is forgotten once all are gone; with `force`, also where hosts cannot be reached.
@@ -102,7 +103,7 @@ def stop(cluster: Cluster, *, force: bool = False) -> list[Seen]:
         else:
             found.append(_seen(one, reply))
     if force or all(one.is_over for one in found):
-        forget(cluster)
+        clusters.forget(cluster)
     return found
 
 

@@ -21,9 +21,10 @@ from dbctl.experiment.read import load_hosts
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.bootstrap import nobody
 from dbctl.launch.standing import Keeper, bring_up
+from dbctl.run import clusters
 from dbctl.run.bootstrap import bootstrap as bring_dbctl
-from dbctl.run.cluster_hosts import look, stop
-from dbctl.run.clusters import Cluster, begin, forget, known, path_of, read, renew
+from dbctl.run.cluster_hosts import end_keepers, look
+from dbctl.run.clusters import Cluster
 from dbctl.run.findings import of_error, refusal
 from dbctl.run.signals import Signals
 
@@ -44,10 +45,10 @@ def launch(
     """
     signals = signals if signals is not None else Signals()
     name = name if name is not None else Path(path).stem
-    file = path_of(name)
+    file = clusters.path_of(name)
     hosts = load_hosts(path)
     if file.exists():
-        _make_way(read(name))
+        _make_way(clusters.read(name))
     for other, shared in _shared(name, hosts):
         tell(f"warning: {shared} in cluster {other}, too: the runs of both share what is there")
     written: list[Cluster] = []
@@ -57,14 +58,14 @@ def launch(
 
     def keep(keepers: list[Keeper]) -> None:
         signals.check()
-        written.append(begin(name, keepers))
+        written.append(clusters.begin(name, keepers))
 
     try:
         if bootstrap:
             hosts = bring_dbctl(hosts, interrupted=interrupted, tell=tell)
         keepers = bring_up(name, hosts, keep=keep, interrupted=interrupted)
         cluster = msgspec.structs.replace(written[0], keepers=tuple(keepers))
-        renew(cluster)
+        clusters.renew(cluster)
         _check_that_they_stay(cluster)
         signals.check()
     except BaseException as error:
@@ -82,16 +83,16 @@ def launch(
 
 def _take_back(cluster: Cluster, tell: Callable[[str], object]) -> None:
     """Stops what may stay of it; it is forgotten only where nothing does."""
-    if left := [one.host.name for one in stop(cluster) if not one.is_over]:
+    if left := [one.host.name for one in end_keepers(cluster) if not one.is_over]:
         do = f"`dbctl stop-cluster {cluster.name}` ends it"
         tell(f"warning: {', '.join(left)}: its agent may live: {do}")
 
 
 def _shared(name: str, hosts: Sequence[HostSpec]) -> Iterator[tuple[str, str]]:
     """Each other cluster that has hosts which are reached as some of `hosts` are, and which."""
-    for other in known():
+    for other in (one for one in clusters.known() if one != name):
         with contextlib.suppress(RunError, UsageError):  # damaged, or stopped meanwhile
-            there = {one.host.destination for one in read(other).keepers} if other != name else ()
+            there = {one.host.destination for one in clusters.read(other).keepers}
             if found := [host.name for host in hosts if host.destination in there]:
                 yield other, f"{', '.join(found)} {'is' if len(found) == 1 else 'are'}"
 
@@ -117,4 +118,4 @@ def _make_way(cluster: Cluster) -> None:
             f"there is a cluster {cluster.name} already ({states}): give --name another, or stop "
             f"that one, `dbctl stop-cluster {cluster.name}`"
         )
-    forget(cluster)
+    clusters.forget(cluster)

@@ -20,9 +20,10 @@ from dbctl.errors import RunError, UsageError
 from dbctl.plan import describe_bytes
 from dbctl.process import escape_line
 from dbctl.progress.text import counted, describe_duration
+from dbctl.run import clusters
 from dbctl.run.cluster_hosts import Seen
 from dbctl.run.cluster_hosts import look as look_at
-from dbctl.run.clusters import Cluster, describe_known, known, read
+from dbctl.run.clusters import Cluster, describe_known
 from dbctl.run.find import find
 from dbctl.rundir import RunDir
 
@@ -227,8 +228,8 @@ def look(what: str | None) -> Shown:
     """
     if what is None:
         return _all_clusters()
-    if what in known():
-        cluster = read(what)
+    if what in clusters.known():
+        cluster = clusters.read(what)
         seen = look_at(cluster)
         return Shown(object=cluster_object(cluster, seen), lines=list(cluster_lines(cluster, seen)))
     if not Path(what).exists() and os.sep not in what:
@@ -240,7 +241,7 @@ def look(what: str | None) -> Shown:
 
 def _all_clusters() -> Shown:
     """All are asked at once."""
-    names = known()
+    names = clusters.known()
     if not names:
         return Shown(object={"clusters": []}, lines=[f"no clusters; {describe_known()}"])
     with ThreadPoolExecutor(len(names)) as pool:
@@ -262,7 +263,7 @@ def _all_clusters() -> Shown:
 def _try_cluster(name: str) -> tuple[Cluster, list[Seen]] | RunError | None:
     """None: it was stopped meanwhile."""
     try:
-        cluster = read(name)
+        cluster = clusters.read(name)
         return cluster, look_at(cluster)
     except RunError as error:
         return error

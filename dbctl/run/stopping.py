@@ -26,7 +26,7 @@ from dbctl.checkpoint.reader import checkpoints_by_step
 from dbctl.errors import DbctlError
 from dbctl.process import escape_line
 from dbctl.progress.text import counted
-from dbctl.run.cluster_hosts import RunSaid, Seen, look, stop
+from dbctl.run.cluster_hosts import RunSaid, Seen, end_keepers, look
 from dbctl.run.clusters import Cluster
 from dbctl.rundir import RunDir, open_
 
@@ -81,7 +81,7 @@ def stop_all(
         with _controllers(runs.values()) as found:
             asked = set(found)
             late = _end(found, runs, tell=tell)
-    hosts = stop(cluster, force=force)
+    hosts = end_keepers(cluster, force=force)
     ended = {
         run.run
         for one, now in zip(before, hosts, strict=True)
