@@ -329,7 +329,7 @@ def test_a_damaged_file_hides_no_other_cluster(capsys: pytest.CaptureFixture[str
 def test_a_cluster_that_is_stopped_meanwhile_is_left_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dbctl.run.show.known", lambda: ["lab"])
+    monkeypatch.setattr("dbctl.run.clusters.known", lambda: ["lab"])
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"clusters": []}
 
