@@ -9,10 +9,12 @@ there: addresses here meet no others of this machine. All ends with the namespac
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +171,19 @@ class Hosts:
             if _command(pid).startswith((f"{SSHD} -D", f"sshd: {SSHD} -D"))
         ]
         return server
+
+    def clear(self) -> None:
+        """Takes what a failed test left, which would be the next one's failure too."""
+        for name in self.space:
+            for pid in self.processes(name):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            wait_until(lambda name=name: not self.processes(name))
+            there = self.seen(name)
+            for directory in (there / "tmp").glob("dbctl-*"):
+                shutil.rmtree(directory)
+            for directory in there.joinpath(*Path(WORKDIR).parts[1:]).iterdir():
+                shutil.rmtree(directory)
 
     # -------------------------------------------------------------------------- how it is made
 

@@ -37,8 +37,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture(autouse=True)
-def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PATH", hosts.path)
+    yield
+    hosts.clear()
 
 
 def cluster(hosts: Hosts, **places: Any) -> dict[str, Any]:

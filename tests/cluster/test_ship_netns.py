@@ -29,9 +29,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PATH", hosts.path)
     yield
-    for name in hosts.space:
-        for path in data_of(hosts, name).glob("*"):
-            path.unlink()
+    hosts.clear()
 
 
 def data_of(hosts: Hosts, name: str) -> Path:

@@ -34,8 +34,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture(autouse=True)
-def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PATH", hosts.path)
+    yield
+    hosts.clear()
 
 
 def experiment(hosts: Hosts, *, every: int, **changes: Any) -> dict[str, Any]:

@@ -473,7 +473,7 @@ def test_a_run_is_shown_while_it_runs_and_after(place: Place) -> None:
 # ------------------------------------------------------------------------------------ three hosts
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     directory = tmp_path_factory.mktemp("hosts")
     with Hosts(directory, ("a", "b", "c"), hidden=tmp_path_factory.getbasetemp()) as three:

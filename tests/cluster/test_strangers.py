@@ -46,8 +46,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture(autouse=True)
-def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PATH", hosts.path)
+    yield
+    hosts.clear()
 
 
 def cluster(hosts: Hosts, encryption: str = "on") -> dict[str, Any]:
@@ -153,6 +155,7 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.alone
 def test_strangers_read_nothing_write_nothing_and_stop_nobody(hosts: Hosts, tmp_path: Path) -> None:
     """Blocking, one replica: the bits at the end are those of a run that nobody disturbed.
 
