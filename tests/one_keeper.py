@@ -27,9 +27,10 @@ def dbctl(*words: str, **more: Any) -> subprocess.Popen[bytes]:
 
 
 def start(*words: str, **more: Any) -> subprocess.Popen[bytes]:
+    patience = json.dumps([KEEPER_PATIENCE, RUNS_PATIENCE])
     return subprocess.Popen(
         [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PATIENCE": json.dumps(PATIENCE)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PATIENCE": patience},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         **more,
@@ -62,12 +63,20 @@ def let_go(process: subprocess.Popen[bytes]) -> int:
 
 
 # What the keeper's waits are here, so that nobody waits for them: its own are seconds.
-PATIENCE = {"SILENT_LIMIT_S": 1.0, "STOP_LIMIT_S": 1.5, "LOOK_S": 0.3}
+KEEPER_PATIENCE = {"SILENT_LIMIT_S": 1.0, "LOOK_S": 0.3}
+RUNS_PATIENCE = {"STOP_LIMIT_S": 1.5}
 IMPATIENT = """import json, os, sys
 from dbctl import keeper, keeper_runs, keeper_start
-keeper_start.PARENT = os.environ["XDG_RUNTIME_DIR"]
-for module in (keeper, keeper_runs):
-    vars(module).update(json.loads(os.environ["PATIENCE"]))
+
+def put(module, values):
+    missing = values.keys() - vars(module).keys()
+    assert not missing, f"{module.__name__} has no {missing}"
+    vars(module).update(values)
+
+of_keeper, of_runs = json.loads(os.environ["PATIENCE"])
+put(keeper_start, {"PARENT": os.environ["XDG_RUNTIME_DIR"]})
+put(keeper, of_keeper)
+put(keeper_runs, of_runs)
 sys.exit(keeper.main(["--stdin"]))
 """
 

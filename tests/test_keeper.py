@@ -27,9 +27,10 @@ from dbctl.keeper_start import LOG, PREFIX, SOCKET
 from tests.cluster.harness import state, wait_gone, wait_until
 from tests.one_keeper import (
     IMPATIENT,
+    KEEPER_PATIENCE,
     LIMIT_S,
-    PATIENCE,
     ROOT,
+    RUNS_PATIENCE,
     Standing,
     agent_pid,
     let_go,
@@ -94,7 +95,7 @@ def test_a_launcher_that_says_no_more_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a word is as silent as none."""
-    monkeypatch.setitem(PATIENCE, "STAY_LIMIT_S", 0.5)
+    monkeypatch.setitem(KEEPER_PATIENCE, "STAY_LIMIT_S", 0.5)
     for said in (b"", b"st"):
         with Standing(tmp_path, stays=False) as one:
             say(one.process, said)
@@ -109,6 +110,14 @@ def test_nobody_reads_that_it_stays(tmp_path: Path) -> None:
         one.process.stdout.close()
         say(one.process, b"stay\n")
         wait_until(lambda: not one.directory.exists())
+
+
+def test_a_limit_that_has_another_name_by_now_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tests' own shorter ones: it would be as long as ever, and nobody would see."""
+    monkeypatch.setitem(RUNS_PATIENCE, "NO_SUCH_LIMIT_S", 0.5)
+    process = start("-P", "-c", IMPATIENT, stderr=subprocess.PIPE)
+    _, err = process.communicate(b"", LIMIT_S)
+    assert "dbctl.keeper_runs has no {'NO_SUCH_LIMIT_S'}" in err.decode()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +212,7 @@ def test_while_it_stops_it_takes_no_run_and_what_does_not_end_is_killed(
             assert standing.ask(b'{"do": "run"}\n') == [{"error": "the cluster is being stopped"}]
             assert json.loads(waiting.makefile().read()) == {"stopped": True, "runs": 1}
         took_s = time.monotonic() - begin
-        assert PATIENCE["STOP_LIMIT_S"] <= took_s < PATIENCE["STOP_LIMIT_S"] + 3.0
+        assert RUNS_PATIENCE["STOP_LIMIT_S"] <= took_s < RUNS_PATIENCE["STOP_LIMIT_S"] + 3.0
 
 
 def test_it_ends_after_its_limit_without_a_run(tmp_path: Path) -> None:
@@ -272,7 +281,8 @@ def test_silent_visitors_are_dropped_and_keep_nobody_out(standing: Standing) -> 
     assert standing.status()["state"] == "up"
     assert silent[0].recv(100) == b'{"error": "16 connections say nothing"}\n'
     assert b"silent for 1 s" in silent[-1].recv(100)
-    assert PATIENCE["SILENT_LIMIT_S"] <= time.monotonic() - begin < PATIENCE["SILENT_LIMIT_S"] + 2.0
+    limit_s = KEEPER_PATIENCE["SILENT_LIMIT_S"]
+    assert limit_s <= time.monotonic() - begin < limit_s + 2.0
     n_open = len(os.listdir(f"/proc/{standing.pid}/fd"))
     assert n_open < 10
     for one in silent:
