@@ -27,16 +27,13 @@ from dbctl.transport.link import Link
 from dbctl.wire import Exited, Finish, Message, Peer
 from dbctl.wire_logs import LogFiled, LogText
 from dbctl.wire_processes import Failed, Kill, Started
-from tests.cluster.harness import wait_until
-from tests.test_children import shell
+from tests.shell_nodes import children_in, shell
 
 
 @pytest.fixture
 def children(tmp_path: Path) -> Iterator[Children]:
-    these = Children(tmp_path)
-    yield these
-    these.end_all(gently=False)
-    wait_until(lambda: these.reap() is not None and not these.running)
+    with children_in(tmp_path) as these:
+        yield these
 
 
 # ---------------------------------------------------------------- the loop

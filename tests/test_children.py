@@ -16,14 +16,13 @@ from dbctl.children import GENTLE_S, Children
 from dbctl.wire import Exited
 from dbctl.wire_processes import Kill, Start, Started
 from tests.cluster.harness import state, wait_until
+from tests.shell_nodes import children_in, shell
 
 
 @pytest.fixture
 def children(tmp_path: Path) -> Iterator[Children]:
-    these = Children(tmp_path)
-    yield these
-    these.end_all(gently=False)
-    wait_until(lambda: these.reap() is not None and not these.running)
+    with children_in(tmp_path) as these:
+        yield these
 
 
 def wait_for_exit(children: Children) -> Exited:
@@ -31,10 +30,6 @@ def wait_for_exit(children: Children) -> Exited:
     wait_until(lambda: found.extend(children.reap()) or found)
     assert len(found) == 1
     return found[0]
-
-
-def shell(script: str, node: str = "shard-0", incarnation: int = 1, spec: str = "{}") -> Start:
-    return Start(node, incarnation, ("/bin/sh", "-c", script), (), spec)
 
 
 def wait_for_file(path: Path) -> str:
