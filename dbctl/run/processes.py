@@ -111,7 +111,7 @@ class Processes:
         self._link.wake()
 
     def receive(self, wait_s: float) -> list[tuple[Peer, Message]]:
-        """What has come, `hear` it or not."""
+        """All that has come; `hear` takes its own part of it."""
         return self._link.receive(wait_s)
 
     def hear(self, now: float, peer: Peer, message: Message) -> bool:
@@ -173,7 +173,7 @@ class Processes:
     def say_goodbye(self, *, orderly: bool, quick: bool, pressed: Callable[[], bool]) -> bool:
         """Nodes end by themselves when the run was orderly; else, and after a while, are killed.
 
-        `quick`: nobody waits long. Returns whether that is so, be it that `pressed` was meanwhile.
+        `quick`: nobody waits long. Returns `quick`, or True where `pressed` became true meanwhile.
         """
         if self._open is None:
             return quick
