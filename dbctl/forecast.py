@@ -35,6 +35,12 @@ class LayerSpeed:
     overhead_s: float
     flops_per_s: float
 
+    def times(self, factor: float) -> LayerSpeed:
+        """Of a layer that takes `factor` times as long, whatever its size."""
+        return LayerSpeed(
+            overhead_s=factor * self.overhead_s, flops_per_s=self.flops_per_s / factor
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dbctl.data.sources import open_source
@@ -13,7 +15,7 @@ from dbctl.errors import ExperimentError, LaunchError, PlanError
 from dbctl.experiment.read import parse
 from dbctl.run import speeds as module
 from dbctl.run.dry import dry_run
-from dbctl.run.link_speeds import measure_links
+from dbctl.run.link_speeds import Serving, measure_links
 from dbctl.run.speeds import measure
 
 EXPERIMENT = """
@@ -125,6 +127,33 @@ def test_a_line_through_two_boxes_gives_overhead_and_rate(monkeypatch: pytest.Mo
     assert found.flops_per_s == pytest.approx(1e9)
 
 
+def test_layers_are_scaled_by_a_pass_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A millisecond a layer and the loss; the whole takes half as long again as its parts."""
+    network = parse(EXPERIMENT, file="small.yaml").network
+    layers = [module.LayerSpeed(overhead_s=1e-3, flops_per_s=1e30)] * 6
+    clock = module._Clock(0)
+    passes: list[object] = []
+
+    def seconds(run: Callable[[], object]) -> float:
+        passes.append(run())
+        return 1.5 * 7e-3
+
+    monkeypatch.setattr(clock, "seconds", seconds)
+
+    def scale(layers: list[module.LayerSpeed]) -> float:
+        return module._scale(network, layers, loss_s=1e-3, n_batch=16, clock=clock)
+
+    assert scale(layers) == pytest.approx(1.5)
+    assert isinstance(passes[0], float)
+    assert np.isfinite(passes[0])
+    assert layers[0].times(1.5) == module.LayerSpeed(overhead_s=1.5e-3, flops_per_s=1e30 / 1.5)
+    slow = [module.LayerSpeed(overhead_s=0.1, flops_per_s=1e30)] * 6
+    assert scale(slow) == 1.0
+    monkeypatch.setattr(module, "MAX_WEIGHTS", 100)
+    assert scale(layers) == 1.0
+    assert len(passes) == 1
+
+
 @pytest.mark.parametrize("seconds", [{8: 2e-3, 64: 1e-3}, {8: 1e-5, 64: 1e-3}])
 def test_figures_that_make_no_line_give_the_rate_of_the_large_box(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]
@@ -177,4 +206,4 @@ def test_a_bad_count_is_an_error_before_anything_is_measured(
 def test_the_other_process_that_does_not_come_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/true")
     with pytest.raises(LaunchError, match="the other process ended before it was ready"):
-        measure_links()
+        measure_links(Serving(rule="sgd", size=1, touched=1))

@@ -6,7 +6,9 @@ Theory of operation. `python -m dbctl.run.link_speeds` is the other process. Two
 about as long as a layer takes, and then each sends and waits for what the other sends: what a round
 takes besides that work is what an exchange costs, with all its waking up and falling behind, which
 messages that go there and back without a pause do not show. A shard sleeps while its worker works,
-and is woken by a push and a fetch, which it answers.
+and is woken by a push and a fetch: it checks the gradient, updates, and hands out the parameters,
+which the worker copies. Of one parameter that is all waking up; what more of them take besides is
+what one takes, with gradients and parameters in the caches of the core that wrote them last.
 """
 
 from __future__ import annotations
@@ -26,15 +28,25 @@ import numpy as np
 
 from dbctl.errors import LaunchError
 from dbctl.launch.base import make_runtime, python_environment
+from dbctl.optim.gradients import is_finite
+from dbctl.optim.rules import (
+    AdagradRuleSpec,
+    AdamRuleSpec,
+    MomentumRuleSpec,
+    RuleSpec,
+    SgdRuleSpec,
+)
+from dbctl.optim.updates import make_rule
 from dbctl.roles.base import View
 from dbctl.transport.line import socket_name
 from dbctl.transport.link import Link
 from dbctl.transport.memory import allocate
-from dbctl.wire import Ack, Boxes, Fetch, Message, Peer
+from dbctl.wire import Boxes, Fetch, Message, Peer
 
 OTHER, ASKING = Peer("worker-0.1", 1), Peer("worker-0.0", 1)
 LIMIT_S = 20.0  # of everything
 ROUNDS = 40
+FEW_ROUNDS = 12  # of what takes milliseconds
 BURST = 16
 LARGE = 1 << 18  # elements
 WORK = 1 << 15  # elements; about as long as a small layer, when done `WORKS` times
@@ -46,21 +58,47 @@ class LinkSpeeds(NamedTuple):
     """`latency_s`: of an exchange; `server_latency_s`: of a push and a fetch, there and back.
 
     `message_s`: of each further message of an exchange; `bytes_per_s`: into shared memory and out.
+    `worker_s`, `shard_s`: of one parameter, at a worker (its gradient is checked, the answer
+    copied) and at a shard that it waits for.
     """
 
     latency_s: float
     server_latency_s: float
     message_s: float
     bytes_per_s: float
+    worker_s: float
+    shard_s: float
 
 
-def measure_links() -> LinkSpeeds:
+class Serving(NamedTuple):
+    """A shard of `size` parameters under the rule of this name, at least one.
+
+    `touched`: numbers that a worker uses between two pushes.
+    """
+
+    rule: str
+    size: int
+    touched: int
+
+
+_RULES: dict[str, RuleSpec] = {
+    spec.type: spec
+    for spec in (
+        SgdRuleSpec(rate=1e-6),
+        MomentumRuleSpec(rate=1e-6),
+        AdagradRuleSpec(rate=1e-6),
+        AdamRuleSpec(rate=1e-6),
+    )
+}
+
+
+def measure_links(serving: Serving) -> LinkSpeeds:
     """The medians of `ROUNDS` each. LaunchError: the other process does not come up."""
     runtime = make_runtime()
     try:
-        with _link(runtime, ASKING) as link, _other(runtime):
+        with _link(runtime, ASKING) as link, _other(runtime, serving):
             link.connect(OTHER.node, 1, _endpoint(runtime, OTHER))
-            return _Asking(link).measure()
+            return _Asking(link, serving).measure()
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
 
@@ -74,9 +112,10 @@ def _link(runtime: str, me: Peer) -> Link:
 
 
 @contextlib.contextmanager
-def _other(runtime: str) -> Iterator[None]:
+def _other(runtime: str, serving: Serving) -> Iterator[None]:
+    words = [runtime, serving.rule, str(serving.size)]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "dbctl.run.link_speeds", runtime],
+        [sys.executable, "-P", "-m", "dbctl.run.link_speeds", *words],
         env={**os.environ, **python_environment()},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -103,12 +142,13 @@ def _other(runtime: str) -> Iterator[None]:
 class _End:
     """One of the two processes: what both do alike."""
 
-    def __init__(self, link: Link, to: Peer) -> None:
+    def __init__(self, link: Link, to: Peer, *, size: int) -> None:
         self.link = link
         self.to = to.node
-        self._outbox = allocate(LARGE, "<f4")
-        self._own = np.ones(LARGE, np.float32)
-        self._other = np.zeros(LARGE, np.float32)
+        size = max(LARGE, size)
+        self._outbox = allocate(size, "<f4")
+        self._own = np.ones(size, np.float32)
+        self._other = np.zeros(size, np.float32)
         self._inbox: deque[Message] = deque()
         self._until = time.monotonic() + LIMIT_S
 
@@ -120,15 +160,22 @@ class _End:
         np.copyto(self._outbox.array[:size], self._own[:size])
         self.link.send(self.to, Boxes(number, phase, 0, View(self._outbox, 0, size)))
 
-    def take(self) -> Message | None:
-        """The next message, its payload copied out; None: the parent is gone."""
+    def next(self) -> Message | None:
+        """The next message; None: the parent is gone."""
         while not self._inbox:
             if self.link.closed_by_parent or time.monotonic() > self._until:
                 return None
             self._inbox += [message for _, message in self.link.receive(0.5)]
-        message = self._inbox.popleft()
+        return self._inbox.popleft()
+
+    def copy(self, message: Message | None) -> None:
+        """Copies its payload out."""
         if isinstance(message, Boxes):
             np.copyto(self._other[: len(message.payload)], message.payload)
+
+    def take(self) -> Message | None:
+        message = self.next()
+        self.copy(message)
         return message
 
     def swap(self, number: int) -> None:
@@ -139,11 +186,13 @@ class _End:
 
 
 class _Asking(_End):
-    def __init__(self, link: Link) -> None:
-        super().__init__(link, OTHER)
+    def __init__(self, link: Link, serving: Serving) -> None:
+        super().__init__(link, OTHER, size=serving.size)
+        self._serving = serving
+        self._elsewhere = np.zeros(serving.touched, np.float32)
 
-    def take(self) -> Message:
-        message = super().take()
+    def next(self) -> Message:
+        message = super().next()
         if message is None:
             raise LaunchError("link speeds", f"the other process did not answer in {LIMIT_S:g} s")
         return message
@@ -154,15 +203,17 @@ class _Asking(_End):
         work_s = self._median(lambda n: self.work())
         self.give(SWAP, ROUNDS + 1)
         swap_s = self._median(self.swap)
-        serve_s = self._median(self._step)
+        one, many = self._steps(1), self._steps(self._serving.size)
         small_s = self._median(lambda n: self._there_and_back(1, size=1))
         burst_s = self._median(lambda n: self._there_and_back(BURST, size=1))
         large_s = self._median(lambda n: self._there_and_back(1, size=LARGE))
         return LinkSpeeds(
             latency_s=max(swap_s - work_s, 1e-6),
-            server_latency_s=max(serve_s - work_s, 1e-6),
+            server_latency_s=max(one.waited_s, 1e-6),
             message_s=max(0.0, burst_s - small_s) / (BURST - 1),
             bytes_per_s=4 * LARGE / max(large_s - small_s, 1e-6),
+            worker_s=many.worked_s / self._serving.size,
+            shard_s=max(many.waited_s - one.waited_s, 0.0) / self._serving.size,
         )
 
     def _median(self, run: Callable[[int], None]) -> float:
@@ -173,12 +224,24 @@ class _Asking(_End):
             times.append(time.perf_counter() - began)
         return float(np.median(times[1:]))
 
-    def _step(self, number: int) -> None:
-        """What a worker does after each gradient."""
-        self.work()
-        self.give(SERVE, number)
+    def _steps(self, size: int) -> _Step:
+        steps = [self._step(number, size=size) for number in range(FEW_ROUNDS + 1)]
+        return _Step(*(float(np.median(column)) for column in zip(*steps[1:], strict=True)))
+
+    def _step(self, number: int, *, size: int) -> _Step:
+        """What a worker does after each gradient, which is the last thing that it has written."""
+        np.add(self._elsewhere, 1.0, out=self._elsewhere)
+        gradient = self._outbox.array[:size]
+        np.copyto(gradient, self._own[:size])
+        began = time.perf_counter()
+        is_finite(gradient)
+        checked = time.perf_counter()
+        self.link.send(self.to, Boxes(number, SERVE, 0, View(self._outbox, 0, size)))
         self.link.send(self.to, Fetch(1, number, 0, 0))
-        self.take()
+        answer = self.next()
+        came = time.perf_counter()
+        self.copy(answer)
+        return _Step(checked - began + time.perf_counter() - came, came - checked)
 
     def _there_and_back(self, count: int, *, size: int) -> None:
         for number in range(count):
@@ -186,33 +249,59 @@ class _Asking(_End):
         self.take()
 
 
+class _Step(NamedTuple):
+    """Seconds of a worker's own work on its parameters, and of waiting for its shard."""
+
+    worked_s: float
+    waited_s: float
+
+
 class _Other(_End):
-    def __init__(self, link: Link) -> None:
-        super().__init__(link, ASKING)
+    def __init__(self, link: Link, rule: str, *, size: int) -> None:
+        super().__init__(link, ASKING, size=size)
+        self._rule = make_rule(_RULES[rule], size=size)
+        self._states = {n: self._rule.new_state(n, "float32") for n in {1, size}}
+        self._gradient = np.zeros(1, np.float32)
 
     def run(self) -> None:
-        while (message := self.take()) is not None:
+        while (message := self.next()) is not None:
             self._answer(message)
 
     def _answer(self, message: Message) -> None:
         if isinstance(message, Fetch):
-            self.link.send(self.to, Ack(1, message.number, 0))
-        elif isinstance(message, Boxes) and message.phase == COPY:
+            self._update_and_hand_out(message.number)
+            return
+        assert isinstance(message, Boxes)
+        if message.phase == SERVE:
+            self._gradient = message.payload
+            return
+        self.copy(message)
+        if message.phase == COPY:
             self.give(COPY, message.number)
-        elif isinstance(message, Boxes) and message.phase == SWAP:
+        elif message.phase == SWAP:
             for number in range(message.number):
                 self.swap(number)
 
+    def _update_and_hand_out(self, number: int) -> None:
+        """What a shard does for a push and a fetch."""
+        size = len(self._gradient)
+        values = self._outbox.array[:size]
+        is_finite(self._gradient)
+        state = self._states[size]
+        self._rule.update(values, self._gradient, state, n=number, rate=1e-6, out=values)
+        self.link.send(self.to, Boxes(number, SERVE, 0, View(self._outbox, 0, size)))
 
-def main(runtime: str) -> None:
+
+def main(runtime: str, rule: str, size: str) -> None:
     link = Link(
         run="speeds", node=OTHER.node, incarnation=1, listen=_endpoint(runtime, OTHER), watch_fd=0
     )
     with link:
         link.connect(ASKING.node, 1, _endpoint(runtime, ASKING))
+        other = _Other(link, rule, size=int(size))
         print("ready", flush=True)
-        _Other(link).run()
+        other.run()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""How fast this machine is at what a replica does: layers, rows, the link, the servers' maths.
+"""How fast this machine is at what a replica does: layers and rows; link_speeds has the rest.
 
 Rules of this file: about a second for any network, and little memory: of a large layer only a box
 is computed. What is computed is timed by the thread's processor time, in which other programs show
@@ -6,13 +6,15 @@ less than in wall time, and is the median of a few runs.
 
 Theory of operation: a layer is timed, forward and backward, on a box of its nodes that is as large
 as the limits allow and on an eighth of that; a line through both gives what a call costs whatever
-its size, and its operations a second. How fast processes talk is measured by link_speeds.
+its size, and its operations a second. Where the whole network is small enough for it, its pass is
+timed as well, and every layer is scaled by what that took over the sum of them: what layers leave
+each other in the caches no single one shows. How fast processes talk is measured by link_speeds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -24,21 +26,22 @@ from dbctl.data.dataset import Dataset
 from dbctl.data.sources import Source
 from dbctl.experiment.specs import Experiment, SandblasterSpec
 from dbctl.forecast import LayerSpeed, Speeds
+from dbctl.model.costs import costs_of
+from dbctl.model.cut import cut_network
+from dbctl.model.layers.dropout import Draw
 from dbctl.model.losses import LOSSES, loss_gradient
-from dbctl.model.network import LayerSpec, node_shapes, tensors
-from dbctl.model.passes import KERNELS
-from dbctl.optim.gradients import is_finite
-from dbctl.optim.rules import SgdRuleSpec
-from dbctl.optim.updates import make_rule
+from dbctl.model.network import LayerSpec, NetworkSpec, node_shapes, tensors
+from dbctl.model.passes import KERNELS, Network
 from dbctl.region import Box
-from dbctl.run.link_speeds import measure_links
+from dbctl.run.link_speeds import Serving, measure_links
 
 Array = NDArray[Any]
 
 BUDGET_S = 0.06  # of one box of one layer
 MAX_RUNS = 7
 MAX_FLOPS = 1.2e9  # of one forward pass of a box
-MAX_WEIGHTS = 4 << 20  # of a box, and of the vectors that stand for the servers'
+MAX_WEIGHTS = 4 << 20  # of a box, of a whole network, and of what stands for a shard
+MAX_PASS_S = 0.1  # of a whole network
 SAMPLE_ROWS = 1024
 MAX_ELSEWHERE = 16 << 20  # elements; larger than caches are
 
@@ -61,19 +64,18 @@ def measure(experiment: Experiment, train: Source, *, threads: int) -> Speeds:
                 )
             layers.append(known[key])
         loss_s = _loss_s(network.loss, prod(shapes[-1]), n_batch=n_batch, clock=clock)
-        n_parameters = tensors(network)[-1].range.stop
-        worker_s, shard_s = _servers_s(experiment, min(n_parameters, MAX_WEIGHTS), clock)
-    links = measure_links()
+        scale = _scale(network, layers, loss_s=loss_s, n_batch=n_batch, clock=clock)
+    links = measure_links(_serving(experiment))
     return Speeds(
-        layers=tuple(layers),
-        loss_s=loss_s,
+        layers=tuple(layer.times(scale) for layer in layers),
+        loss_s=scale * loss_s,
         batch_s=_batch_s(experiment, train, clock),
         latency_s=links.latency_s,
         server_latency_s=links.server_latency_s,
         message_s=links.message_s,
         link_bytes_per_s=links.bytes_per_s,
-        worker_s=worker_s,
-        shard_s=shard_s,
+        worker_s=links.worker_s,
+        shard_s=links.shard_s,
     )
 
 
@@ -133,6 +135,37 @@ def _layer_speed(
     return LayerSpeed(overhead_s=overhead_s, flops_per_s=1 / slope)
 
 
+def _scale(
+    network: NetworkSpec,
+    layers: Sequence[LayerSpeed],
+    *,
+    loss_s: float,
+    n_batch: int,
+    clock: _Clock,
+) -> float:
+    """Seconds of a pass of the whole network over those of its parts; 1: it is too large for one.
+
+    The first layer has no gradient by its inputs, as when it was timed alone.
+    """
+    costs = costs_of(cut_network(network))
+    flops = [layer.total("flops") * n_batch for layer in costs[: len(layers)]]
+    parts_s = loss_s + sum(
+        speed.overhead_s + n / speed.flops_per_s for speed, n in zip(layers, flops, strict=True)
+    )
+    n_parameters = tensors(network)[-1].range.stop
+    if parts_s > MAX_PASS_S or n_parameters > MAX_WEIGHTS:
+        return 1.0
+    whole = Network(network, batch_size=n_batch)
+    random = np.random.default_rng(0)
+    parameters = 0.05 * random.standard_normal(n_parameters, np.float32)
+    x = random.standard_normal((prod(network.input), n_batch), np.float32)
+    labels = random.integers(prod(node_shapes(network)[-1]), size=n_batch)
+    out, draw = np.zeros_like(parameters), Draw(0, 0, 0)
+    return (
+        clock.seconds(lambda: whole.gradient(parameters, x, labels, out=out, draw=draw)) / parts_s
+    )
+
+
 def _of_rows(box: Box, divisor: int) -> Box:
     """The first of the box's rows (of its units, where it has no rows)."""
     kept = max(1, box.shape[0] // divisor)
@@ -190,23 +223,13 @@ def _batch_s(experiment: Experiment, train: Source, clock: _Clock) -> float:
 # --------------------------------------------------------------------------------- servers
 
 
-def _servers_s(experiment: Experiment, size: int, clock: _Clock) -> tuple[float, float]:
-    """Seconds a parameter, of the worker's side and of the shard's."""
+def _serving(experiment: Experiment) -> Serving:
     optimizer = experiment.optimizer
     # What a shard does with a bundle is about what plain SGD does with a push.
-    of_shard = SgdRuleSpec(rate=1.0) if isinstance(optimizer, SandblasterSpec) else optimizer.rule
-    rule = make_rule(of_shard, size=size)
-    state = rule.new_state(size, "float32")
-    random = np.random.default_rng(0)
-    gradient, values = (random.standard_normal(size, np.float32) for _ in range(2))
-    out, copy = np.zeros_like(values), np.zeros_like(values)
-
-    def worker() -> None:
-        is_finite(gradient)
-        np.copyto(copy, values)
-
-    def shard() -> None:
-        is_finite(gradient)
-        rule.update(values, gradient, state, n=1, rate=1e-3, out=out)
-
-    return clock.seconds(worker) / size, clock.seconds(shard) / size
+    rule = "sgd" if isinstance(optimizer, SandblasterSpec) else optimizer.rule.type
+    n_parameters = tensors(experiment.network)[-1].range.stop
+    return Serving(
+        rule=rule,
+        size=min(n_parameters, MAX_WEIGHTS),
+        touched=min(_touched(experiment), MAX_ELSEWHERE),
+    )
