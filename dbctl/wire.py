@@ -190,7 +190,7 @@ class Report(Message, frozen=True):
 class Boxes(Message, frozen=True):
     """What one partition gives another in pass `number`: exchange (`phase`, `layer`) of it.
 
-    The sender's memory does not change before the receiver has finished the pass.
+    The sender's memory does not change before the receiver has taken it (docs/protocol.md).
     """
 
     number: int

@@ -17,9 +17,20 @@ from dbctl.envelope import PROTOCOL_VERSION, Envelope, Inline, encode
 from dbctl.keys import Tcp
 from dbctl.roles.base import PlainBuffer, View
 from dbctl.transport.line import Line, socket_name
-from dbctl.transport.link import Link
+from dbctl.transport.link import DIRECT, Link
 from dbctl.transport.memory import SharedBuffer, describe
-from dbctl.wire import Ack, Boxes, Fetch, Message, Need, Peer
+from dbctl.wire import (
+    BEGINNING,
+    Ack,
+    Boxes,
+    Fetch,
+    Message,
+    Need,
+    Params,
+    Peer,
+    Push,
+    Return,
+)
 
 __all__ = ["folder", "make"]  # fixtures
 
@@ -174,6 +185,29 @@ def test_boxes_go_past_the_link_threads(make: Make, monkeypatch: pytest.MonkeyPa
     buffer.array[0] = 7
     assert message.payload[0] == 7, "the sender's memory, not a copy"
     buffer.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "expects"),
+    [
+        (Boxes(1, "states", 0), True),
+        (Fetch(1, 1, 0, 0), True),
+        (Push(1, 1, 0, 0, 1, BEGINNING, 0, 0), False),
+        (Params(1, 1, 1, 1, 0, 0), False),
+        (Ack(1, 1, 1), False),
+        (Return(1), False),
+    ],
+)
+def test_an_answer_is_looked_for_after_what_is_answered_at_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, message: Message, expects: bool
+) -> None:
+    assert type(message) in DIRECT
+    first, _ = two(make)
+    first._line._expects = False
+    given = without_threads(first, monkeypatch)
+    first.send("worker-0.1", message)
+    assert not given
+    assert first._line._expects == expects
 
 
 @pytest.mark.parametrize("message", [Need(1, "states", 0), boxes(1, PlainBuffer(4, "<f4"))])
