@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_timeout
 
 CLUSTER = Path(__file__).parent / "cluster"
 ALONE = "alone"
@@ -261,3 +262,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A second try is alone: what fails then is no neighbour's doing."""
     if getattr(item, "execution_count", 1) > 1:
         item.config.stash[TURNS].take(alone=True)
+        # A failure takes pytest-timeout's limit off; without one all others might wait for ever.
+        settings = pytest_timeout._get_item_settings(item)
+        if settings.timeout:
+            item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)

@@ -245,3 +245,29 @@ def test_a_second_try_is_alone_and_one_worker_has_all_that_are(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"= 8 passed, .*2 rerun in", done.stdout), done.stdout
     assert len(set(re.findall(r"(gw\d)\].* PASSED .*::test_alone", done.stdout))) == 1
+
+
+LATE = """import time
+import pytest
+
+@pytest.mark.flaky(reruns=1)
+@pytest.mark.timeout(0.3)
+def test_hangs_at_the_second_try(request):
+    assert request.node.execution_count == 2, "on purpose"
+    time.sleep(50)
+"""
+
+
+def test_a_second_try_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "test_late.py").write_text(LATE)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search("= 1 failed, .*1 rerun in", done.stdout), done.stdout
+    assert "Timeout (>0.3s)" in done.stdout
