@@ -6,6 +6,7 @@ The network has 1.9 million parameters, 7.5 MB: a push takes 0.6 s, and so does 
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.netns import WORKDIR, Hosts
-from tests.cluster.runs import TrainRun, digits, wait_for
+from tests.cluster.runs import ENDLESS, TrainRun, digits, wait_for
 from tests.cluster.test_ssh_runs import dbctl
 
 pytestmark = [pytest.mark.alone, pytest.mark.cluster, pytest.mark.timeout(90)]
@@ -139,7 +140,7 @@ def test_hosts_that_do_not_reach_each_other_for_a_while_go_on_afterwards(
         replicas=1,
         shards=1,
         threads=1,
-        stop={"seconds": 10},
+        stop=ENDLESS,
         evaluate="off",
         cluster=places,
     )
@@ -152,6 +153,7 @@ def test_hosts_that_do_not_reach_each_other_for_a_while_go_on_afterwards(
         assert run.step("worker-0.0") == before, "they are apart"
         hosts.part(("a", "b"), apart=False)
         wait_for(lambda: run.step("worker-0.0") > before + 10, "it to go on", 6.0)
-        assert run.finish() == 0, run.story()
+        run.signal(signal.SIGTERM)
+        assert run.finish() == 75, run.story()
         assert not run.metrics("death")
     assert hosts.left() == []
