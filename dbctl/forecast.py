@@ -8,11 +8,14 @@ Theory of operation. A mini-batch is, layer by layer, what its slowest partition
     layer     max over partitions of (overhead + operations / rate)
               + max over partitions of (bytes / link rate + messages x time of a message)
               + rounds x latency
-    servers   greatest range of a partition / worker's rate + greatest range of a shard / its rate
+    servers   greatest range of a partition / worker's rate + greatest range of a shard / its rate,
+              or all that a host's processes hold, if that is more
               + a push and a fetch there and back, where the step waits for them; divided by n_push,
               n_fetch
 
-All of it is waited for: nothing is taken to hide behind something else, as a replica computes.
+What is done once to each parameter is bound by memory, which the processes of a host share: it does
+not get faster by being cut among them (measured: docs/experiments.md). All of it is waited for:
+nothing is taken to hide behind something else, as a replica computes.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dbctl.errors import PlanError
-from dbctl.experiment.specs import DownpourSpec, Experiment
+from dbctl.experiment.specs import DownpourSpec, Experiment, SshCluster
 from dbctl.model.costs import ITEM_BYTES, LayerCosts, costs_of, imbalance
 from dbctl.model.cut import NetworkCut, cut_fault, cut_network
 
@@ -149,9 +152,12 @@ def _exchange_s(layer: LayerCosts, speeds: Speeds, *, n: int) -> float:
 
 def _servers_s(experiment: Experiment, cut: NetworkCut, speeds: Speeds) -> float:
     """Of a replica that is alone and waits for its shards at every fetch."""
-    held = max(len(cut.span(p)) for p in range(cut.count))
+    cluster = experiment.cluster
+    n_hosts = len(cluster.members) if isinstance(cluster, SshCluster) else 1
     n_parameters = sum(len(cut.span(p)) for p in range(cut.count))
-    of_shard = -(-n_parameters // experiment.shards)
+    of_host = -(-n_parameters // n_hosts)
+    held = max(of_host, *(len(cut.span(p)) for p in range(cut.count)))
+    of_shard = max(of_host, -(-n_parameters // experiment.shards))
     each_s = held * speeds.worker_s + of_shard * speeds.shard_s + speeds.server_latency_s
     optimizer = experiment.optimizer
     beat = max(optimizer.n_fetch, optimizer.n_push) if isinstance(optimizer, DownpourSpec) else 1
@@ -175,7 +181,8 @@ def lines(found: Sequence[Table], *, batch_size: int) -> Iterator[str]:
         yield from _layer_lines(table)
         yield ""
     yield f"one mini-batch of {batch_size} rows, predicted from the speed of this machine (ms);"
-    yield "each partition, and each shard, is taken to have a core of its own"
+    yield "each partition and each shard is taken to have a core of its own, and its host's memory"
+    yield "not to be faster for more of them"
     head = ("partitions", "compute", "exchange", "servers", "in all", "speed-up")
     yield "".join(f"{word:>11}" for word in head)
     for table in found:

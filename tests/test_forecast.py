@@ -83,10 +83,27 @@ def test_overheads_do_not_get_smaller_with_more_partitions() -> None:
     assert eight.forecast.speed_up < 1
 
 
-def test_shards_and_beats_share_the_servers_part() -> None:
+def test_hosts_share_the_servers_part_and_shards_of_one_host_do_not() -> None:
     (one,) = found("speech-paper", [1], "shards=1", shard_s=1e-9, server_latency_s=0.0)
     (four,) = found("speech-paper", [1], "shards=4", shard_s=1e-9, server_latency_s=0.0)
-    assert four.forecast.servers_s == pytest.approx(one.forecast.servers_s / 4)
+    assert four.forecast.servers_s == one.forecast.servers_s
+    hosts = "cluster={launcher: ssh, hosts: [{name: a}, {name: b}, {name: c}, {name: d}]}"
+    (spread,) = found("speech-paper", [1], "shards=4", hosts, shard_s=1e-9, server_latency_s=0.0)
+    assert spread.forecast.servers_s == pytest.approx(one.forecast.servers_s / 4)
+    (few,) = found("speech-paper", [1], "shards=2", hosts, shard_s=1e-9, server_latency_s=0.0)
+    assert few.forecast.servers_s == pytest.approx(one.forecast.servers_s / 2)
+
+
+def test_what_a_worker_does_to_its_parameters_is_divided_by_partitions_on_several_hosts() -> None:
+    hosts = "cluster={launcher: ssh, hosts: [{name: a}, {name: b}]}"
+    for settings, divided in (((), 1), ((hosts,), 2)):
+        one, two = found("speech-paper", [1, 2], *settings, worker_s=1e-9, server_latency_s=0.0)
+        share = two.forecast.servers_s / one.forecast.servers_s
+        assert share == pytest.approx(1 / divided, rel=0.01)
+
+
+def test_beats_share_the_servers_part() -> None:
+    (one,) = found("speech-paper", [1], "shards=1", shard_s=1e-9, server_latency_s=0.0)
     beat = (
         "optimizer={type: downpour, batch_size: 128, n_push: 5, n_fetch: 5,"
         " rule: {type: sgd, rate: 0.1}}"

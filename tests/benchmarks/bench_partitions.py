@@ -1,6 +1,6 @@
 """One replica in one partition and in two: times, predictions, memory. Two cores are needed.
 
-    python tests/benchmarks/bench_partitions.py [ROUNDS] [--only fashion,speech,fashion-local]
+    python tests/benchmarks/bench_partitions.py [ROUNDS] [--only speech,figure3]
 
 Two things are measured, each with one BLAS thread a partition, counts of partitions in turn:
 
@@ -61,6 +61,7 @@ NETWORKS: dict[str, tuple[str, tuple[str, ...], int, int]] = {
     "fashion": ("fashion-sgd", (SGD % 100, LAYERS), 400, 100),
     "speech": ("speech-paper", (SGD % 128,), 20, 8),
     "fashion-local": ("fashion-local", (SGD % 100,), 400, 100),
+    "figure3": ("figure3", (SGD % 100,), 150, 40),
 }
 
 
