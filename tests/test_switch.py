@@ -37,12 +37,20 @@ def cluster(make: Make, **rest: Any) -> tuple[Link, Link, Link]:
     return agent, controller, worker
 
 
+def no_more_descriptors() -> bool:
+    """ZeroMQ, which ends a process that has none left for a connection, has made all of them."""
+    before = os.listdir("/proc/self/fd")
+    time.sleep(0.2)
+    return os.listdir("/proc/self/fd") == before
+
+
 def test_beats_need_no_descriptor(make: Make) -> None:
     """Strangers may have taken all that a process may have; the first beat after that ended it."""
     _, controller, worker = cluster(make, beat_s=0.02)
     controller.answer_beats = True
     controller.send("agent-0", Lease(0))
     until(lambda: worker.lease_until > time.monotonic() + 9.0)
+    until(no_more_descriptors)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = os.dup(0)
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 1, limits[1]))
