@@ -1,16 +1,20 @@
 """Update rules at a shard, one thread: dbctl beside np.copyto and PyTorch.
 
-    python tests/benchmarks/bench_rules.py [--sizes 1 4 42] [--rounds 15]
+    python tests/benchmarks/bench_rules.py [--sizes 1 4 42] [--rules sgd adagrad] [--rounds 15]
 
 Every figure is bytes a second as a multiple of np.copyto's over the same number of float32
 parameters (sizes in 2^20), so that it says how near to the speed of memory an update runs: the
-median over rounds of one update of each in turn. Bytes read and written per element: copyto 8,
+median over rounds of one update of each in turn, each round begun one further on: what runs after
+copyto waits for its writes. Bytes read and written per element: copyto 8,
 sgd 12, momentum and adagrad 20, adam 28; what a rule reads twice counts once. PyTorch: its default
 and its fused optimisers. `apart` is an update into another buffer, as when a reader holds the
 current one: one array more goes through memory, which is not counted. `zeros`: a third of all
 gradients were always zero.
 
-Bars at 4 M: sgd 1.2, adagrad 1.3, both compiled.
+Parameters, state and gradients, and what copyto copies, are shared memory as in a run, which begins
+at a page: numpy's own arrays begin 16 bytes after a cache line, and every wide load is then two.
+
+Bars at 4 M: sgd 1.2, with and without numba; adagrad 1.3, compiled.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from dbctl.optim.rules import (  # noqa: E402
     SgdRuleSpec,
 )
 from dbctl.optim.updates import make_rule  # noqa: E402
+from dbctl.transport.memory import SharedBuffer  # noqa: E402
 
 RATE = 1e-4
 RULES: list[tuple[RuleSpec, int]] = [
@@ -44,26 +49,32 @@ RULES: list[tuple[RuleSpec, int]] = [
     (AdagradRuleSpec(rate=RATE), 20),
     (AdamRuleSpec(rate=RATE), 28),
 ]
-BARS = {("sgd", True): 1.2, ("adagrad", True): 1.3}
+BARS = {("sgd", "blocks"): 1.2, ("sgd", "numba"): 1.2, ("adagrad", "numba"): 1.3}
 
 Case = tuple[int, Callable[[], object]]  # bytes an element, one update
+
+
+def shared(values: np.ndarray) -> np.ndarray:
+    """The same values where a run has them; the buffer lives as long as the array."""
+    array = SharedBuffer(values.size, values.dtype.str).array
+    np.copyto(array, values)
+    return array
 
 
 def gradient_of(n: int, *, zeros: bool) -> np.ndarray:
     gradient = np.random.default_rng(0).normal(size=n).astype("float32")
     if zeros:
         gradient[::3] = 0
-    gradient.flags.writeable = False
-    return gradient
+    return shared(gradient)
 
 
 def dbctl_case(
     spec: RuleSpec, n: int, *, fast: bool, apart: bool, zeros: bool
 ) -> Callable[[], None]:
     rule = make_rule(spec, fast=fast)
-    parameters, gradient = np.ones(n, "float32"), gradient_of(n, zeros=zeros)
-    state = rule.new_state(n, "float32")
-    out = np.ones(n, "float32") if apart else parameters
+    parameters, gradient = shared(np.ones(n, "float32")), gradient_of(n, zeros=zeros)
+    state = {name: shared(vector) for name, vector in rule.new_state(n, "float32").items()}
+    out = shared(np.ones(n, "float32")) if apart else parameters
     return lambda: rule.update(parameters, gradient, state, n=100, rate=RATE, out=out)
 
 
@@ -102,7 +113,7 @@ def cases_of(spec: RuleSpec, size: int, n: int) -> dict[str, Case]:
 
 def worker_cases(n: int) -> dict[str, Case]:
     """What a worker does to its gradient: the finite check, and accruing with the local step."""
-    accrued, parameters = np.zeros(n, "float32"), np.ones(n, "float32")
+    accrued, parameters = shared(np.zeros(n, "float32")), shared(np.ones(n, "float32"))
     gradient = gradient_of(n, zeros=False)
     cases: dict[str, Case] = {"finite check": (4, lambda: is_finite(gradient))}
     for fast in (False, True) if importlib.util.find_spec("numba") else (False,):
@@ -115,14 +126,16 @@ def worker_cases(n: int) -> dict[str, Case]:
 
 def measure(cases: dict[str, Case], n: int, rounds: int) -> dict[str, float]:
     """Median over rounds of each case's bytes a second over copyto's of the same round."""
-    source, target = np.ones(n, "float32"), np.ones(n, "float32")
+    source, target = shared(np.ones(n, "float32")), shared(np.ones(n, "float32"))
     everything: dict[str, Case] = {"copyto": (8, lambda: np.copyto(target, source)), **cases}
     for _, update in everything.values():
         update()  # compiles, makes scratch, touches every page
     seconds: dict[str, list[float]] = {name: [] for name in everything}
     repeats = max(1, (4 << 20) // n)
-    for _ in range(rounds):
-        for name, (_, update) in everything.items():
+    names = list(everything)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            update = everything[name][1]
             began = time.perf_counter()
             for _ in range(repeats):
                 update()
@@ -141,14 +154,17 @@ def measure(cases: dict[str, Case], n: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 42], help="in 2^20 elements")
+    parser.add_argument("--rules", nargs="+", default=[spec.type for spec, _ in RULES])
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     for millions in arguments.sizes:
         n = millions << 20
         for spec, size in RULES:
+            if spec.type not in arguments.rules:
+                continue
             print(f"{spec.type}, {millions} M")
             for name, ratio in measure(cases_of(spec, size, n), n, arguments.rounds).items():
-                bar = BARS.get((spec.type, name == "numba")) if millions == 4 else None
+                bar = BARS.get((spec.type, name)) if millions == 4 else None
                 verdict = f"   bar {bar}: {'met' if ratio >= bar else 'MISSED'}" if bar else ""
                 print(f"    {name:14s} {ratio:5.2f}{verdict}")
         print(f"worker, {millions} M")
