@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Scalar = np.floating[Any]
 
-# Elements. Of 16 to 1024 K, 256 was the fastest for every rule at 1 and 4 M parameters, by 5 to
-# 20 % over 128 (1 MiB of second-level cache, 32 of third).
-BLOCK = 1 << 18
+# Elements. Of 32 to 512 K at 1 and 4 M parameters, 128 is the fastest or within 6 % of it for every
+# rule where the second-level cache has 2 MiB (256 is 10 to 20 % slower there, and was 5 to 20 %
+# faster on a machine with 1 MiB).
+BLOCK = 1 << 17
 PAGE_BYTES = 4096
 
 
