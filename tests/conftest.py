@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_timeout
 
 CLUSTER = Path(__file__).parent / "cluster"
 ALONE = "alone"
@@ -130,8 +129,10 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
-    if report.when == "call" and report.failed:
-        item.failed_call = True  # type: ignore[attr-defined]
+    if report.when != "teardown":
+        # Said anew at each try: the second one has the first one's item.
+        item.failed_call = report.failed and report.when == "call"  # type: ignore[attr-defined]
+        item.stash[UNLIMITED] = report.failed
     return report
 
 
@@ -171,6 +172,8 @@ class Turns:
 
 TURNS = pytest.StashKey[Turns]()
 DIRECTORY = pytest.StashKey[str]()
+LIMIT = pytest.StashKey[Any]()  # a test's, in pytest-timeout's own form
+UNLIMITED = pytest.StashKey[bool]()  # by a failure
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -257,12 +260,35 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         turns.give()
 
 
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """Keeps a test's limit, to be set again; pytest-timeout sets it after this."""
+    item.stash[LIMIT] = settings
+
+
+def limit_again(item: pytest.Item) -> None:
+    """A failure takes pytest-timeout's limit off; without one all others might wait for ever."""
+    settings = item.stash.get(LIMIT, None)
+    if settings is not None and not settings.func_only:
+        item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A second try is alone: what fails then is no neighbour's doing."""
     if getattr(item, "execution_count", 1) > 1:
         item.config.stash[TURNS].take(alone=True)
-        # A failure takes pytest-timeout's limit off; without one all others might wait for ever.
-        settings = pytest_timeout._get_item_settings(item)
-        if settings.timeout:
-            item.config.hook.pytest_timeout_set_timer(item=item, settings=settings)
+        limit_again(item)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """What a failed test's fixtures do at its end has the test's limit once more."""
+    if not item.stash.get(UNLIMITED, False) or LIMIT not in item.stash:
+        return (yield)
+    limit_again(item)
+    try:
+        return (yield)
+    finally:
+        # A second try may follow, and wait for its turn first: that is not its time.
+        item.config.hook.pytest_timeout_cancel_timer(item=item)

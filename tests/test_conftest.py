@@ -228,20 +228,24 @@ def test_alone(turns_directory, n):
 """
 
 
-def test_a_second_try_is_alone_and_one_worker_has_all_that_are(tmp_path: Path) -> None:
-    """With two workers, as they are in a run of everything."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
-    for name in "ab":
-        (tmp_path / f"test_{name}.py").write_text(SUITE)
-    words = ["-p", "tests.conftest", "-v", "-n", "2", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words],
+def suite(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run of the tests in a directory, held to what all here are held to."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", *words, str(directory)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+
+
+def test_a_second_try_is_alone_and_one_worker_has_all_that_are(tmp_path: Path) -> None:
+    """With two workers, as they are in a run of everything."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    for name in "ab":
+        (tmp_path / f"test_{name}.py").write_text(SUITE)
+    done = suite(tmp_path, "-v", "-n", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"= 8 passed, .*2 rerun in", done.stdout), done.stdout
     assert len(set(re.findall(r"(gw\d)\].* PASSED .*::test_alone", done.stdout))) == 1
@@ -260,14 +264,104 @@ def test_hangs_at_the_second_try(request):
 
 def test_a_second_try_has_a_limit_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "test_late.py").write_text(LATE)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.conftest", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=40,
-        check=False,
-    )
+    done = suite(tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search("= 1 failed, .*1 rerun in", done.stdout), done.stdout
     assert "Timeout (>0.3s)" in done.stdout
+
+
+LATE_END = """import time
+from pathlib import Path
+import pytest
+
+@pytest.fixture
+def slow(request):
+    yield
+    time.sleep(2)
+    Path(__file__).with_name(f"slept-{request.node.name}").touch()
+
+@pytest.fixture
+def broken(slow):
+    pytest.fail("on purpose")
+
+@pytest.mark.flaky(reruns=1)
+@pytest.mark.timeout(0.3)
+def test_fails(slow):
+    pytest.fail("on purpose")
+
+@pytest.mark.timeout(0.3)
+def test_does_not_begin(broken):
+    pass
+
+@pytest.mark.timeout(0.3, func_only=True)
+def test_has_a_limit_of_its_own_only(slow):
+    pytest.fail("on purpose")
+"""
+
+
+def test_the_end_of_a_failed_test_has_its_limit_too(tmp_path: Path) -> None:
+    (tmp_path / "test_late_end.py").write_text(LATE_END)
+    done = suite(tmp_path)
+    assert re.search("= 2 failed, 3 errors, 2 rerun in", done.stdout), done.stdout
+    slept = [path.name for path in tmp_path.glob("slept-*")]
+    assert slept == ["slept-test_has_a_limit_of_its_own_only"], done.stdout
+
+
+WAITS = """import fcntl
+import threading
+import pytest
+import tests.conftest
+
+tests.conftest.GRACE_S = 0.1
+
+@pytest.mark.flaky(reruns=1)
+@pytest.mark.timeout(1)
+def test_waits_for_its_second_turn(request, turns_directory):
+    if request.node.execution_count == 1:
+        neighbour = open(turns_directory / "place")
+        fcntl.flock(neighbour, fcntl.LOCK_SH)
+        threading.Timer(2.0, neighbour.close).start()
+        pytest.fail("on purpose")
+"""
+
+
+def test_to_wait_for_a_second_try_is_not_its_time(tmp_path: Path) -> None:
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    done = suite(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search("= 1 passed, .*1 rerun in", done.stdout), done.stdout
+
+
+LEAKS = """import os
+import pytest
+import tests.conftest
+
+tests.conftest.GRACE_S = 0.1
+
+@pytest.fixture
+def broken_later(request):
+    if request.node.execution_count == 2:
+        os.open("/dev/null", os.O_RDONLY)
+        pytest.fail("on purpose")
+
+@pytest.mark.flaky(reruns=1)
+def test_leaves_something_at_each_try(request):
+    os.open("/dev/null", os.O_RDONLY)
+    assert request.node.execution_count == 2, "on purpose"
+
+@pytest.mark.flaky(reruns=1)
+def test_does_not_begin_at_the_second_try(broken_later):
+    pytest.fail("on purpose")
+"""
+
+
+def test_a_second_try_is_held_to_leave_nothing(tmp_path: Path) -> None:
+    """That the first one failed excuses only what that one left."""
+    (tmp_path / "test_leaks.py").write_text(LEAKS)
+    done = suite(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search("= 1 passed, 3 errors, 2 rerun in", done.stdout), done.stdout
+    told = re.findall(
+        r"^E +AssertionError: left behind: \['1 x open /dev/null'\]", done.stdout, re.M
+    )
+    assert len(told) == 2, done.stdout
