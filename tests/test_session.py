@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from errno import EMFILE
 from math import inf
 from pathlib import Path
 from queue import SimpleQueue
@@ -56,6 +57,7 @@ class StandingStill:
     """In the place of the pulse: `stood_s` is what it finds when it is asked next."""
 
     stood_s = 0.0
+    n_closed = 0
 
     def start(self) -> None:
         """No thread."""
@@ -65,7 +67,7 @@ class StandingStill:
         return found
 
     def close(self) -> None:
-        """No thread."""
+        StandingStill.n_closed += 1
 
 
 class Book:
@@ -94,6 +96,7 @@ class Players:
         self.cannot_come_up: LaunchError | None = None
         self.agent_ended: LaunchError | None = None
         self.orphaned_by: LaunchError | None = None
+        self.buried: list[Exited] = []
         self.goodbye: tuple[str, ...] | None = None
         self.meanwhile: Callable[[Callable[[], bool]], None] = lambda pressed: None
         self.hurried: bool | None = None
@@ -129,6 +132,7 @@ class Players:
         return False
 
     def bury(self, now: float, exited: Exited) -> Exited | None:
+        self.buried.append(exited)
         return self.told
 
     def why_orphaned(self, exited: Exited) -> LaunchError | None:
@@ -163,6 +167,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.due = inf
+        self.steps = 0
         self.started = False
         self.answer: Effects = []
         self.heard: list[Message] = []
@@ -175,6 +180,10 @@ class Coordinator:
 
     def receive(self, now: float, sender: Peer, message: Message) -> Effects:
         self.heard.append(message)
+        return self.answer
+
+    def step(self, now: float) -> Effects:
+        self.steps += 1
         return self.answer
 
     def interrupt(self, now: float, status: str) -> Effects:
@@ -219,12 +228,13 @@ class Writer:
         self.far = self
         self.waited_s = 0.0
         self._last = last
+        self.closed = False
 
     def due(self, now: float) -> list[tuple[str, Message]]:
         return []
 
     def close(self, wait_s: float) -> None:
-        self.waited_s = wait_s
+        self.waited_s, self.closed = wait_s, True
         if self._last is not None:
             self.answers.put(self._last)
 
@@ -237,6 +247,7 @@ class Staged:
         self.records = Noted()
         self.signals = Signals()
         self.writer = Writer()
+        self.shipments = Shipments({}, {}, host_of={}, directory="")
         self.cuts: list[Any] = []
 
     def run(self, *turns: Turn) -> Outcome:
@@ -248,7 +259,7 @@ class Staged:
             records=self.records,
             signals=self.signals,
             vectors=Vectors(checkpoint="", statistics=""),
-            shipments=Shipments({}, {}, host_of={}, directory=""),
+            shipments=self.shipments,
             save=lambda saver, effect: self.cuts.append((saver, effect.cut)),
         )
         try:
@@ -267,6 +278,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Staged:
     monkeypatch.setattr(module, "_now", clock)
     monkeypatch.setattr(module, "Pulse", StandingStill)
     monkeypatch.setattr(StandingStill, "stood_s", 0.0)
+    monkeypatch.setattr(StandingStill, "n_closed", 0)
     return Staged(clock)
 
 
@@ -315,6 +327,9 @@ def test_a_death_that_was_told_already_is_not_told_again(staged: Staged) -> None
         (Done("stopped", "a shard is gone: no final checkpoint"), DIED),
         (Done("stopped"), None),  # all was saved
         (Done("done", "the last replica had nothing left to do"), None),
+        (Done("max_iterations", "steps"), None),  # the evaluator died in the final evaluation
+        (Done("converged", "the gradient's norm"), None),
+        (Done("line_search_failed", "none of 20 trials"), None),
     ],
 )
 def test_only_a_run_that_a_death_spoils_ends_by_it(
@@ -346,6 +361,7 @@ def test_nor_is_one_after_the_end(staged: Staged) -> None:
     outcome = staged.run([(SHARD, Cut(1)), (AGENT, EXITED)])
     assert outcome == Outcome(status="failed", reason="the first")
     assert (staged.coordinator.heard, staged.records.deaths) == ([Cut(1)], [])
+    assert staged.processes.buried == [EXITED], "the goodbye does not wait for it"
 
 
 @pytest.mark.parametrize("signalled", [False, True])
@@ -361,6 +377,37 @@ def test_a_node_that_ends_because_its_agent_does_is_no_death(
     )
     assert (staged.coordinator.heard, staged.records.deaths) == ([], [])
     assert staged.processes.goodbye == ()
+
+
+def test_what_comes_with_the_end_of_an_agent_is_not_heard(staged: Staged) -> None:
+    staged.processes.orphaned_by = AGENT_ENDED
+    staged.coordinator.answer = [Done("interrupted")]
+    outcome = staged.run(staged.press, [*DEATH, *SOMETHING])
+    assert (outcome.status, outcome.error) == ("interrupted", AGENT_ENDED)
+    assert staged.coordinator.heard == []
+    assert staged.processes.goodbye == ()
+
+
+def test_the_first_end_is_the_runs(staged: Staged) -> None:
+    staged.coordinator.answer = [Done("stopped", "the first"), Done("done")]
+    assert staged.run(SOMETHING) == Outcome(status="stopped", reason="the first")
+
+
+def test_nothing_is_done_in_the_round_of_the_end(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable() -> Effects:
+        raise LaunchError("controller", "cannot read the data")
+
+    def end() -> Come:
+        monkeypatch.setattr(staged.shipments, "due", unreadable)
+        staged.coordinator.due = staged.clock.now
+        staged.writer.answers.put(Saved(3, None, "disk full"))
+        return SOMETHING
+
+    staged.coordinator.answer = [Done("done")]
+    assert staged.run(end) == Outcome(status="done")
+    assert (staged.coordinator.steps, staged.coordinator.saves) == (0, [])
 
 
 def test_an_agent_that_ends_ends_the_run(staged: Staged) -> None:
@@ -435,6 +482,26 @@ def test_the_saver_has_as_long_as_the_nodes_had(staged: Staged, hurried: bool) -
     staged.run(SOMETHING)
     assert staged.writer.waited_s == (SHORT_GOODBYE_S if hurried else GOODBYE_S)
     assert staged.records.saves == [last]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_whatever_fails_in_the_goodbye_all_is_closed_and_it_is_told(
+    staged: Staged, ended: bool
+) -> None:
+    """A link that has no descriptors left says so each time that it is asked."""
+
+    def fail(*_: object) -> None:
+        raise OSError(EMFILE, "too many open files")
+
+    staged.processes.meanwhile = fail
+    staged.writer = Writer(Saved(7, Path("step-7")))
+    staged.coordinator.answer = [Done("done")]
+    with pytest.raises(OSError, match="too many open files"):
+        staged.run(SOMETHING if ended else fail)
+    assert staged.writer.closed
+    assert [saved.step for saved in staged.records.saves] == [7]
+    assert StandingStill.n_closed == 1
+    assert staged.processes.closed
 
 
 # -------------------------------------------------------------------------------- the beginning

@@ -5,14 +5,16 @@ files (saver, records), and knows no link (processes.py); it moves messages and 
 and how the run ends. Theory of operation: a loop over what the processes say, the saver's answers,
 signals and the clock. The first signal asks the coordinator to stop (a final checkpoint, bounded);
 the second, or the bound, ends everything at once. Once a signal has come it says how the run ends,
-whatever fails after it: that is only why there is no final checkpoint. `_close` always runs: the
-agents end with the controller whatever happened.
+whatever fails after it: that is only why there is no final checkpoint. The first end is the run's:
+after it nobody is heard but in the book of nodes, by which the goodbye waits. `_close` always runs,
+and to its end: the agents end with the controller whatever happened.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,7 +22,7 @@ from dbctl.errors import DbctlError, LaunchError
 from dbctl.launch.base import AgentHandle
 from dbctl.process import beat_s
 from dbctl.roles.base import Done, Effects, Record, Save, Send
-from dbctl.roles.leader import Leader
+from dbctl.roles.leader import UNMEASURED, Leader
 from dbctl.run.nodes import Node, Nodes
 from dbctl.run.processes import GOODBYE_S, SHORT_GOODBYE_S, Processes
 from dbctl.run.pulse import Pulse
@@ -129,7 +131,7 @@ class Session:
         self._processes.start(self._looked_at)
         while not self._processes.nodes.ready:
             self._take()
-            if self._signals.count or self._outcome is not None:
+            if self._signals.count or self._is_over:
                 return False
             now = _now()
             if self._overslept(now):
@@ -142,10 +144,10 @@ class Session:
 
     def _train(self) -> Outcome:
         self._act(self._coordinator.start(_now()))
-        while self._outcome is None:
+        while not self._is_over:
             self._take()
             now = _now()
-            if self._overslept(now):
+            if self._is_over or self._overslept(now):
                 break
             self._take_saved(now)
             if self._coordinator.due <= now:
@@ -164,7 +166,8 @@ class Session:
             return
         for peer, message in messages:
             self._dispatch(peer, message)
-        self._act(self._shipments.due())
+        if not self._is_over:
+            self._act(self._shipments.due())
 
     def _overslept(self, now: float) -> bool:
         """Ctrl-Z, or a machine that swaps: nobody renewed the nodes' lease, and they have ended.
@@ -190,36 +193,43 @@ class Session:
     def _fail(self, reason: str, error: DbctlError | None = None) -> None:
         """The run cannot go on; nothing if it is over already."""
         status = self._signals.status or "failed"
-        self._outcome = self._outcome or Outcome(status=status, reason=reason, error=error)
+        self._end(Outcome(status=status, reason=reason, error=error))
+
+    def _end(self, outcome: Outcome) -> None:
+        """The first one stays."""
+        self._outcome = self._outcome or outcome
+
+    @property
+    def _is_over(self) -> bool:
+        return self._outcome is not None
 
     def _dispatch(self, peer: Peer, message: Message) -> None:
         now = _now()
         if self._processes.hear(now, peer, message):
             return
-        match message:
+        told = self._processes.bury(now, message) if isinstance(message, Exited) else message
+        if told is None or self._is_over:
+            return
+        match told:
             case PartData():
                 if self._saver is not None:
-                    self._saver.far.take(now, peer.node, message)
+                    self._saver.far.take(now, peer.node, told)
                 return
             case ReadVector():
-                if (part := self._vectors.answer(peer, message)) is not None:
+                if (part := self._vectors.answer(peer, told)) is not None:
                     self._processes.answer(peer, part)
                 return
             case ReadShipment():
-                self._act(self._shipments.ask(peer.node, message))
+                self._act(self._shipments.ask(peer.node, told))
                 return
             case Exited():
-                told = self._processes.bury(now, message)
-                if told is None:
+                self._heed_orphan(told)
+                if self._is_over or not self._processes.nodes.ready:
                     return
-                self._heed_orphan(message)
-                message = told
-                if self._outcome is not None or not self._processes.nodes.ready:
-                    return
-                self._records.node_died(message.node, message)
-        self._act(self._coordinator.receive(now, peer, message))
-        if isinstance(message, Exited) and self._outcome is not None:
-            self._blame(message)
+                self._records.node_died(told.node, told)
+        self._act(self._coordinator.receive(now, peer, told))
+        if isinstance(told, Exited) and self._is_over:
+            self._blame(told)
 
     def _heed_orphan(self, exited: Exited) -> None:
         """A node that ended because its agent does is no death: the run ends by the agent's."""
@@ -227,9 +237,12 @@ class Session:
             self._fail(WITHOUT.format(error.node), error)
 
     def _blame(self, exited: Exited) -> None:
-        """The run ends because of this death: its outcome says so with the log's tail."""
+        """The run ends because of this death: its outcome says so with the log's tail.
+
+        Not so where only the final evaluation was missing: the method had ended before.
+        """
         assert self._outcome is not None
-        if self._outcome.status != "done" and self._outcome.reason:
+        if self._outcome.status in UNMEASURED and self._outcome.reason:
             self._outcome = replace(self._outcome, error=self._processes.death(exited))
 
     def _take_saved(self, now: float) -> None:
@@ -249,7 +262,7 @@ class Session:
                 self._records.stopping()
                 self._act(self._coordinator.interrupt(now, self._signals.status))
         late = self._hard_at is not None and now >= self._hard_at
-        if self._outcome is None and (self._n_signals > 1 or late):
+        if not self._is_over and (self._n_signals > 1 or late):
             self._hurry = True
             reason = f"it took longer than {FINAL_LIMIT_S:g} s" if late else "stopped at once"
             self._fail(reason)
@@ -278,22 +291,31 @@ class Session:
                 case Done("failed", reason):
                     self._fail(reason)
                 case Done(status, reason):
-                    self._outcome = Outcome(status=status, reason=reason)
+                    self._end(Outcome(status=status, reason=reason))
 
     # -------------------------------------------------------------------------------- the end
 
     def _close(self) -> None:
+        """Saver, shipments, pulse, processes; what fails is raised once all of them are closed."""
         outcome = self._outcome
-        self._hurry = self._processes.say_goodbye(
-            orderly=outcome is not None and not self._hurry and not outcome.error,
-            quick=self._hurry,
-            pressed=lambda: self._signals.count > max(1, self._n_signals),
-        )
-        if self._saver is not None:
-            self._saver.close(SHORT_GOODBYE_S if self._hurry else GOODBYE_S)
-            while not self._saver.answers.empty():  # it may have ended with the run
-                self._records.saved(self._saver.answers.get())
+        with ExitStack() as at_end:
+            at_end.callback(self._processes.close)
+            at_end.callback(self._pulse.close)
+            at_end.callback(self._close_shipments)
+            at_end.callback(self._close_saver)
+            self._hurry = self._processes.say_goodbye(
+                orderly=outcome is not None and not self._hurry and not outcome.error,
+                quick=self._hurry,
+                pressed=lambda: self._signals.count > max(1, self._n_signals),
+            )
+
+    def _close_saver(self) -> None:
+        if self._saver is None:
+            return
+        self._saver.close(SHORT_GOODBYE_S if self._hurry else GOODBYE_S)
+        while not self._saver.answers.empty():  # it may have ended with the run
+            self._records.saved(self._saver.answers.get())
+
+    def _close_shipments(self) -> None:
         for record in self._shipments.close():
             self._records.record(record)
-        self._pulse.close()
-        self._processes.close()
