@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from errno import EMFILE
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from dbctl.errors import LaunchError
 from dbctl.launch.base import AgentHandle
 from dbctl.run import processes as module
 from dbctl.run.nodes import Node
-from dbctl.run.processes import Processes
+from dbctl.run.processes import LAST_LOGS_S, SHORT_GOODBYE_S, Processes
 from dbctl.wire import Cut, Exited, Finish, Message, Peer
 from dbctl.wire_logs import LogFiled, LogText
 from dbctl.wire_processes import Beat, Kill, Lease, Ready, Start, Started
@@ -28,7 +30,7 @@ class NotingLink:
     def __init__(self, **_: Any) -> None:
         self.said: list[tuple[str, Message]] = []
         self.comes: list[list[tuple[Peer, Message]]] = []
-        self.broken = False
+        self.error: Exception | None = None
         self.closed = False
 
     def start(self) -> None:
@@ -41,8 +43,8 @@ class NotingLink:
         self.said.append((to, message))
 
     def receive(self, wait_s: float) -> list[tuple[Peer, Message]]:
-        if self.broken:
-            raise LaunchError("controller", "is cut off")
+        if self.error is not None:
+            raise self.error
         return self.comes.pop(0) if self.comes else []
 
     def close(self, linger_s: float) -> None:
@@ -203,6 +205,31 @@ def test_who_is_pressed_waits_no_longer(staged: Staged) -> None:
     assert staged.link.said[-2:] == [("agent-0", Finish()), ("agent-1", Finish())]
 
 
+@pytest.mark.parametrize("after_s", [0.0, LAST_LOGS_S - 0.1])
+def test_who_is_pressed_while_the_last_logs_come_waits_no_longer(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch, after_s: float
+) -> None:
+    """G11: a second signal ends everything in 2 s, however late it comes; nor does it add to it."""
+    now, told_at = 1000.0, inf
+
+    def receive(wait_s: float) -> list[tuple[Peer, Message]]:
+        nonlocal now, told_at
+        if ("agent-1", Finish()) in staged.link.said:
+            told_at = min(told_at, now)
+        now += wait_s
+        return []
+
+    staged.bring_up()
+    staged.agents.over = False
+    monkeypatch.setattr(module, "_now", lambda: now)
+    monkeypatch.setattr(staged.link, "receive", receive)
+    assert staged.processes.say_goodbye(
+        orderly=False, quick=False, pressed=lambda: now > told_at + after_s
+    )
+    wanted_s = min(after_s + SHORT_GOODBYE_S, LAST_LOGS_S)
+    assert now - told_at == pytest.approx(wanted_s, abs=0.15)
+
+
 def test_the_rest_of_a_log_comes_before_its_agent_ends(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,8 +243,16 @@ def test_the_rest_of_a_log_comes_before_its_agent_ends(
 
 def test_a_link_that_fails_keeps_nothing_from_its_end(staged: Staged) -> None:
     staged.bring_up()
-    staged.link.broken = True
+    staged.link.error = LaunchError("controller", "is cut off")
     assert staged.processes.say_goodbye(orderly=False, quick=True, pressed=never)
+    assert staged.link.closed
+
+
+def test_what_ended_the_link_is_told_and_the_link_is_closed(staged: Staged) -> None:
+    staged.bring_up()
+    staged.link.error = OSError(EMFILE, "too many open files")
+    with pytest.raises(OSError, match="too many open files"):
+        staged.processes.say_goodbye(orderly=True, quick=False, pressed=never)
     assert staged.link.closed
 
 

@@ -174,10 +174,13 @@ class Processes:
         """Nodes end by themselves when the run was orderly; else, and after a while, are killed.
 
         `quick`: nobody waits long. Returns `quick`, or True where `pressed` became true meanwhile.
+        Whatever ended the link is raised, unless it is a LaunchError; it is closed all the same.
         """
         if self._open is None:
             return quick
-        with contextlib.suppress(LaunchError):
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self._open.close, 0.2)
+            at_end.enter_context(contextlib.suppress(LaunchError))
             deadline = _now() + (GOODBYE_S if orderly else SHORT_GOODBYE_S)
             self.send(self.nodes.finish() if orderly else self.nodes.kill())
             while not self.nodes.all_ended() and _now() < deadline:
@@ -198,7 +201,9 @@ class Processes:
                 for peer, message in self._open.receive(0.05):
                     if isinstance(message, LogText):
                         self._file(peer, message)
-        self._open.close(0.2)
+                if not quick and pressed():
+                    quick = True
+                    deadline = min(deadline, _now() + SHORT_GOODBYE_S)
         return quick
 
     def close(self) -> None:
