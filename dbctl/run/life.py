@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 
@@ -186,8 +186,7 @@ class Life:
             standing=self.standing,
         )
 
-    def _make_saver(self, wake: object) -> Saver:
-        assert callable(wake)
+    def _make_saver(self, wake: Callable[[], None]) -> Saver:
         return Saver(
             self.run_dir.checkpoints,
             cut=self.plan.cut,
@@ -237,7 +236,7 @@ class Life:
         summary = figures.summary(now)
         records.append("finished", status=outcome.status, reason=outcome.reason, **summary)
         records.write_status(now, nodes, outcome.status)
-        error = self._error(outcome, records)
+        error = _error(outcome)
         if error is not None:
             self.display.event("error", f"dbctl: error: {error}", {"message": str(error)})
         elif outcome.error is not None:
@@ -247,11 +246,6 @@ class Life:
             Summary(run_dir=str(self.run_dir.path), status=outcome.status, notes=notes, **summary)
         )
         return EXIT_CODES[outcome.status]
-
-    def _error(self, outcome: Outcome, records: RunRecords) -> DbctlError | str | None:
-        if EXIT_CODES[outcome.status] != 1:
-            return None
-        return outcome.error or outcome.reason
 
     def _notes(self, outcome: Outcome, records: RunRecords) -> list[str]:
         figures, notes = self.coordinator.figures, []
@@ -264,8 +258,8 @@ class Life:
             notes.append(f"{unsaved}{outcome.reason}")
         if outcome.status == "max_iterations":
             notes.append(f"by stop.{outcome.reason}")
-        if EXIT_CODES[outcome.status] == 1:
-            notes.append(str(outcome.error or outcome.reason).partition("\n")[0])
+        if (error := _error(outcome)) is not None:
+            notes.append(str(error).partition("\n")[0])
         if diverged := records.watch_divergence():
             notes.append(diverged)
         if records.save_error:
@@ -294,3 +288,8 @@ class Life:
         if self.origin.restore:
             return f"{resume} goes on from the earlier checkpoint"
         return "nothing was saved: train it anew"
+
+
+def _error(outcome: Outcome) -> DbctlError | str | None:
+    """Why the run failed; None where it did not."""
+    return (outcome.error or outcome.reason) if EXIT_CODES[outcome.status] == 1 else None
