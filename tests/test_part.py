@@ -392,6 +392,19 @@ def test_outputs_are_written_among_the_next_inputs_where_all_are_needed(cut: Net
             assert layer.is_local == (layer.need == mine)
 
 
+def test_a_layer_cut_by_its_inputs_takes_nothing_and_has_what_every_layer_has() -> None:
+    layers = (DenseSpec(units=64), DenseSpec(units=2))
+    spec = NetworkSpec(input=(8,), layers=layers, loss="softmax")
+    cut = cut_network(spec, count=2)
+    assert cut.ways[1] == "inputs"
+    for partition in range(2):
+        layer = PartLayer(cut, 1, partition, batch_size=2, dtype="float64", post=post_of(2))
+        assert layer.by_inputs is not None
+        assert layer.takes == {}
+        assert layer.dx.rows(2).shape == (*layer.need.shape, 2)
+        assert layer.inputs.rows(2).size == 0, "they lie where they were computed"
+
+
 def test_box_of_rows_is_a_copy_of_its_own_box() -> None:
     cut = cut_network(every_family(), grid=(3, 1))
     x = np.arange(28 * 6 * 2, dtype="float32").reshape(28 * 6, 2)

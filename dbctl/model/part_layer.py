@@ -68,7 +68,7 @@ class Post:
         return Buffer(shape, self._batch_size, dtype=self._dtype, flat=flat)
 
     def lend(self, to: int, outbox: Outbox, nodes: Range, *, rows: int) -> None:
-        """Partition `to` is sent `nodes` as they lie in `memory` by the next `give`."""
+        """Partition `to` is sent `nodes` as they lie in `outbox` by the next `give`."""
         self._written[to] = Run(outbox, nodes.start * rows, nodes.stop * rows)
 
     def give(self, key: Key) -> Give:
@@ -157,6 +157,9 @@ class PartLayer:
         self.kernel: Kernel | None = None
         self.by_inputs: DenseByInputs | None = None
         self.shared: Shared | None = None
+        gathered = self.need if index and not self.is_local else _NOTHING
+        self.inputs = Lendable(gathered, post, lent=_any_run(self.sends))
+        self.dx = Lendable(self.need if index else _NOTHING, post, lent=_any_run(self.takes))
         if cut.ways[index] == "inputs":
             assert isinstance(spec, DenseSpec), "only a dense layer is cut by its inputs"
             self.by_inputs = DenseByInputs(
@@ -171,9 +174,6 @@ class PartLayer:
         if box:
             shape = cut.shapes[index]
             self.kernel = KERNELS[spec.type](spec, shape, box, batch_size=batch_size, dtype=dtype)
-        gathered = self.need if index and not self.is_local else _NOTHING
-        self.inputs = Lendable(gathered, post, lent=_any_run(self.sends))
-        self.dx = Lendable(self.need if index else _NOTHING, post, lent=_any_run(self.takes))
         if cut.owner_of_shared(index) is not None:
             self.shared = Shared(cut, index, partition, dtype=dtype)
 
@@ -248,7 +248,7 @@ class Shared:
 
     def views(self, flat: Array) -> list[Array]:
         """The layer's tensors in a run of them."""
-        return [flat[t.part].reshape(t.shape) for t in self._tensors]
+        return views_of(flat, self._tensors)
 
 
 def views_of(flat: Array, tensors: Sequence[Flat]) -> list[Array]:
