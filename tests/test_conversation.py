@@ -76,13 +76,29 @@ def test_a_pass_gives_then_waits_and_goes_on_when_the_box_is_there() -> None:
     effects, over = talk.go_on(0.0)
     assert not over
     assert said(effects) == [("worker-0.1", Boxes(1, "states", 1), [1, 2, 3])]
-    assert talk.go_on(1.0) == ([], False)
+    assert talk.go_on(0.5) == ([], False)
     assert not talk.can_go_on
+    assert talk.due == NOW
+    assert talk.resend(1.0) == []
+    assert talk.due == 1.25
     assert talk.receive("worker-0.1", boxes(1, 7, 8)) == []
     assert talk.can_go_on
     assert talk.go_on(1.5) == ([], True)
     assert talk.result == [7, 8]
     assert talk.waited_s == 0.5
+    assert talk.due == NEVER
+
+
+def test_what_is_computed_before_a_box_is_asked_for_is_not_waiting() -> None:
+    """A step's `now` is its beginning: between a Give and a Take may lie a product of seconds."""
+    talk = make()
+    talk.begin(give_and_take(outbox(1)))
+    talk.go_on(0.0)
+    talk.go_on(0.0)  # computes until 20.0
+    talk.receive("worker-0.1", boxes(1, 7, 8))  # which came meanwhile
+    assert talk.resend(20.0) == []
+    assert talk.go_on(20.0) == ([], True)
+    assert talk.waited_s == 0.0
     assert talk.due == NEVER
 
 
@@ -178,7 +194,8 @@ def test_what_does_not_come_is_asked_for_with_doubling_back_off() -> None:
         return (yield Take(STATES, (1, 2)))
 
     talk.begin(work())
-    talk.go_on(10.0)
+    talk.go_on(9.0)
+    assert talk.resend(10.0) == []
     assert talk.due == 10.25
     assert talk.resend(10.2) == []
     need = Need(1, "states", 1)

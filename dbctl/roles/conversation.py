@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dbctl.model.exchange import Exchange, Give, Key, Run, Take
-from dbctl.roles.base import Allocate, Array, Buffer, Effects, Send, View
+from dbctl.roles.base import NOW, Allocate, Array, Buffer, Effects, Send, View
 from dbctl.roles.worker import Timer
 from dbctl.wire import Boxes, Message, Need
 
@@ -38,7 +38,7 @@ class Conversation:
         self._number = 0
         self._work: Generator[Exchange, Any, Any] | None = None
         self._waiting: Take | None = None
-        self._since = 0.0
+        self._since: float | None = None  # when it began to wait; None: not known yet
         self._inbox: dict[tuple[int, Key, int], Array] = {}
         self._sent: dict[tuple[int, Key, int], View] = {}
         self._timer = Timer(resend_s)
@@ -52,7 +52,9 @@ class Conversation:
 
     @property
     def due(self) -> float:
-        return self._timer.at
+        """At once, where a wait begins: only a later `now` tells when what was computed is over."""
+        begins = self._waiting is not None and self._since is None
+        return NOW if begins else self._timer.at
 
     @property
     def can_go_on(self) -> bool:
@@ -87,10 +89,8 @@ class Conversation:
                 return [], True
             if isinstance(item, Give):
                 return self._give(item), False
-            self._waiting = item
-            self._since = now
+            self._waiting, self._since = item, None
             if not self.can_go_on:
-                self._timer.begin(now)
                 return [], False
             answer = self._take(now, item)
 
@@ -107,7 +107,8 @@ class Conversation:
     def _take(self, now: float, take: Take) -> dict[int, Array]:
         self._timer.stop()
         self._waiting = None
-        self.waited_s += now - self._since
+        if self._since is not None:
+            self.waited_s += now - self._since
         return {p: self._inbox.pop((self._number, take.key, p)) for p in take.of}
 
     def _give(self, give: Give) -> Effects:
@@ -141,8 +142,13 @@ class Conversation:
         return []
 
     def resend(self, now: float) -> Effects:
-        """Asks again for what is waited for."""
-        if now < self._timer.at or self._waiting is None:
+        """Asks again for what is waited for; the first time, only the wait begins."""
+        if self._waiting is None:
+            return []
+        if self._since is None:
+            self._since = now
+            self._timer.begin(now)
+        if now < self._timer.at:
             return []
         self._timer.again(now)
         key = self._waiting.key
