@@ -168,8 +168,11 @@ def speak(
             socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
         socket.connect(target.nodes[node])
         found.n += 1
-        for message in frames:
-            socket.send_multipart(message)
+        # A key that is refused may leave the socket without anybody to send to, for ever.
+        socket.setsockopt(zmq.SNDTIMEO, 700)
+        with contextlib.suppress(zmq.Again):
+            for message in frames:
+                socket.send_multipart(message)
         while socket.poll(700):
             found.heard.append(repr(socket.recv_multipart()[0][:200]))
     finally:

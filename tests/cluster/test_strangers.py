@@ -6,6 +6,7 @@ stranger.py; that it had no effect is seen in the run's end, its memory, its log
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -46,10 +47,12 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture(autouse=True)
-def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def with_wrapper(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
     monkeypatch.setenv("PATH", hosts.path)
     yield
-    hosts.clear()
+    hosts.end(request.node)
 
 
 def cluster(hosts: Hosts, encryption: str = "on") -> dict[str, Any]:
@@ -98,6 +101,7 @@ class Strangers:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # what enters a host forks: it is killed as a group
         )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(target) + "\n")
@@ -107,7 +111,8 @@ class Strangers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
     @property
