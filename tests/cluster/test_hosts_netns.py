@@ -7,9 +7,11 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,10 +39,12 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture(autouse=True)
-def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def with_wrapper(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
     monkeypatch.setenv("PATH", hosts.path)
     yield
-    hosts.clear()
+    hosts.end(request.node)
 
 
 def cluster(hosts: Hosts, **places: Any) -> dict[str, Any]:
@@ -153,4 +157,36 @@ def test_an_address_that_is_not_the_hosts_own_is_told(hosts: Hosts, tmp_path: Pa
         assert re.search(r"  b  address  cannot listen on its address: cannot assign", run.err)
         assert "do: give it the `address` that is its own" in run.err
         assert "Traceback" not in run.err
+    assert hosts.left() == []
+
+
+def leave(hosts: Hosts) -> subprocess.Popen[bytes]:
+    """One of each kind: a process, a directory, files, a name that leads nowhere."""
+    process = subprocess.Popen([*hosts.inside("b"), "sleep", "60"])
+    wait_for(lambda: "sleep 60" in hosts.processes("b").values(), "the process")
+    work = hosts.seen("a") / WORKDIR[1:]
+    (work / "run" / "logs").mkdir(parents=True)
+    (work / "note").touch()
+    (work / "link").symlink_to("nowhere")
+    (hosts.seen("c") / "tmp" / "dbctl-note").touch()
+    return process
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_a_test_leaves_on_hosts_fails_it_if_it_passed_and_is_gone(
+    hosts: Hosts, failed: bool
+) -> None:
+    test: Any = SimpleNamespace(failed_call=failed)
+    with leave(hosts) as process:
+        try:
+            hosts.end(test, but=("/note",))
+        except AssertionError as error:
+            told = str(error)
+            assert not failed, told
+            for what in ("b: sleep 60", "/tmp/work/run'", "/tmp/work/link'", "/tmp/dbctl-note'"):
+                assert what in told
+            assert "/tmp/work/note" not in told
+        else:
+            assert failed, "it passed, and left much"
+        assert process.wait(10) == -signal.SIGKILL
     assert hosts.left() == []

@@ -17,6 +17,8 @@ from tests.cluster.test_ssh_runs import EXPERIMENT, bits
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
 
+DATA = (f"{WORKDIR}/data",)  # stays on a host, for the next run
+
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
@@ -26,10 +28,12 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture(autouse=True)
-def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def with_wrapper(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
     monkeypatch.setenv("PATH", hosts.path)
     yield
-    hosts.clear()
+    hosts.end(request.node, but=DATA)
 
 
 def data_of(hosts: Hosts, name: str) -> Path:
@@ -41,7 +45,7 @@ def kept(hosts: Hosts, name: str) -> list[int]:
 
 
 def assert_only_data_is_left(hosts: Hosts) -> None:
-    assert [path for path in hosts.left() if not path.endswith(f"{WORKDIR}/data")] == []
+    assert hosts.left(but=DATA) == []
 
 
 def test_each_host_has_its_own_replicas_rows_only(hosts: Hosts, tmp_path: Path) -> None:

@@ -35,10 +35,12 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 @pytest.fixture(autouse=True)
-def with_wrapper(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def with_wrapper(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
     monkeypatch.setenv("PATH", hosts.path)
     yield
-    hosts.clear()
+    hosts.end(request.node)
 
 
 def experiment(hosts: Hosts, *, every: int, **changes: Any) -> dict[str, Any]:
