@@ -1,17 +1,17 @@
 """How long a mini-batch of a cut replica will take, from measured speeds, as in paper A, figure 3.
 
 Rules of this file: pure, no numpy; speeds come from outside (run/speeds.py), counts from
-model/costs.py. Each partition is taken to have a core (with `threads`, so many) of its own.
+model/costs.py. Each partition is taken to have a core (with `threads`, so many) of its own, on a
+host whose other cores compute as well.
 
 Theory of operation. A mini-batch is, layer by layer, what its slowest partition computes and sends:
 
-    layer     max over partitions of (overhead + operations / rate)
+    layer     max over partitions of (overhead + operations / rate) x company, of more than one
               + max over partitions of (bytes / link rate + messages x time of a message)
               + rounds x latency
-    servers   greatest range of a partition / worker's rate + greatest range of a shard / its rate,
-              or all that a host's processes hold, if that is more
-              + a push and a fetch there and back, where the step waits for them; divided by n_push,
-              n_fetch
+    servers   checking the gradient
+              + (copying what was fetched + a push and a fetch there and back) / n_fetch
+              + the update / n_push, each of all the parameters that one host's processes have
 
 What is done once to each parameter is bound by memory, which the processes of a host share: it does
 not get faster by being cut among them (measured: docs/experiments.md). All of it is waited for:
@@ -20,13 +20,15 @@ nothing is taken to hide behind something else, as a replica computes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dbctl.errors import PlanError
-from dbctl.experiment.specs import DownpourSpec, Experiment, SshCluster
+from dbctl.experiment.specs import DownpourSpec, Experiment, HostSpec, SshCluster
 from dbctl.model.costs import ITEM_BYTES, LayerCosts, costs_of, imbalance
 from dbctl.model.cut import NetworkCut, cut_fault, cut_network
+from dbctl.placement import place
 
 MAX_COLUMNS = 8  # partitions whose figures are listed one by one
 
@@ -49,21 +51,24 @@ class LayerSpeed:
 class Speeds:
     """Of this machine, for one network at one batch size and count of threads.
 
-    `loss_s`: of the loss on all outputs. `batch_s`: of fetching a mini-batch's rows. `latency_s`:
-    of two partitions that send to each other and wait; `server_latency_s`: of a push and a fetch,
-    there and back. `message_s`: of each further message between partitions.
-    `link_bytes_per_s`: into shared memory and out of it. `worker_s`, `shard_s`: of one parameter,
-    checking the gradient and copying the answer; checking it again and updating.
+    `company`: how many times as long computing takes while another core computes as well and the
+    slower one is waited for. `loss_s`: of the loss on all outputs. `batch_s`: of fetching a
+    mini-batch's rows. `latency_s`: of two partitions that send to each other and wait;
+    `server_latency_s`: of a push and a fetch, there and back. `message_s`: of each further message
+    between partitions. `link_bytes_per_s`: into shared memory and out of it. Of one parameter:
+    `check_s`, of its gradient at a worker; `copy_s`, of what was fetched; `shard_s`, of its update.
     """
 
     layers: tuple[LayerSpeed, ...]
+    company: float
     loss_s: float
     batch_s: float
     latency_s: float
     server_latency_s: float
     message_s: float
     link_bytes_per_s: float
-    worker_s: float
+    check_s: float
+    copy_s: float
     shard_s: float
 
 
@@ -134,7 +139,9 @@ def _times(
         flops = layer.extremes("flops")[1] * n
         compute_s += speed.overhead_s + flops / speed.flops_per_s
     exchange_s = sum(_exchange_s(layer, speeds, n=n) for layer in costs)
-    if cut.count > 1:  # the agreement that ends each pass
+    if cut.count > 1:
+        compute_s *= speeds.company
+        # The agreement that ends each pass.
         exchange_s += speeds.latency_s + (cut.count - 2) * speeds.message_s
     return compute_s, exchange_s, _servers_s(experiment, cut, speeds)
 
@@ -152,16 +159,49 @@ def _exchange_s(layer: LayerCosts, speeds: Speeds, *, n: int) -> float:
 
 def _servers_s(experiment: Experiment, cut: NetworkCut, speeds: Speeds) -> float:
     """Of a replica that is alone and waits for its shards at every fetch."""
-    cluster = experiment.cluster
-    n_hosts = len(cluster.members) if isinstance(cluster, SshCluster) else 1
-    n_parameters = sum(len(cut.span(p)) for p in range(cut.count))
-    of_host = -(-n_parameters // n_hosts)
-    held = max(of_host, *(len(cut.span(p)) for p in range(cut.count)))
-    of_shard = max(of_host, -(-n_parameters // experiment.shards))
-    each_s = held * speeds.worker_s + of_shard * speeds.shard_s + speeds.server_latency_s
+    spans = [len(cut.span(p)) for p in range(cut.count)]
+    held, served = _fullest(experiment, spans)
     optimizer = experiment.optimizer
-    beat = max(optimizer.n_fetch, optimizer.n_push) if isinstance(optimizer, DownpourSpec) else 1
-    return each_s / beat
+    n_fetch, n_push = (
+        (optimizer.n_fetch, optimizer.n_push) if isinstance(optimizer, DownpourSpec) else (1, 1)
+    )
+    return (
+        held * speeds.check_s
+        + (held * speeds.copy_s + speeds.server_latency_s) / n_fetch
+        + served * speeds.shard_s / n_push
+    )
+
+
+def _fullest(experiment: Experiment, spans: Sequence[int]) -> tuple[int, int]:
+    """The most parameters of partitions, and of shards, that one host has.
+
+    Where hosts have too few slots for so many, slots are no bound.
+    """
+    cluster = experiment.cluster
+    if not isinstance(cluster, SshCluster):
+        return sum(spans), sum(spans)
+    workers = {f"worker-0.{p}": n for p, n in enumerate(spans)}
+    each = -(-sum(spans) // experiment.shards)
+    shards = {f"shard-{k}": each for k in range(experiment.shards)}
+    try:
+        places = _places(cluster.members, shards=list(shards), workers=list(workers))
+    except PlanError:
+        hosts = [replace(host, slots=None) for host in cluster.members]
+        places = _places(hosts, shards=list(shards), workers=list(workers))
+
+    def most(of_nodes: dict[str, int]) -> int:
+        here: Counter[str] = Counter()
+        for node, n in of_nodes.items():
+            here[places[node]] += n
+        return max(here.values())
+
+    return most(workers), most(shards)
+
+
+def _places(
+    hosts: Sequence[HostSpec], *, shards: Sequence[str], workers: Sequence[str]
+) -> dict[str, str]:
+    return place(hosts, shards=shards, replicas=[workers], evaluators=[])
 
 
 def parse_counts(text: str) -> list[int]:
@@ -181,8 +221,8 @@ def lines(found: Sequence[Table], *, batch_size: int) -> Iterator[str]:
         yield from _layer_lines(table)
         yield ""
     yield f"one mini-batch of {batch_size} rows, predicted from the speed of this machine (ms);"
-    yield "each partition and each shard is taken to have a core of its own, and its host's memory"
-    yield "not to be faster for more of them"
+    yield "each partition and each shard is taken to have a core of its own, on a host whose other"
+    yield "cores compute as well and whose memory is not faster for more of them"
     head = ("partitions", "compute", "exchange", "servers", "in all", "speed-up")
     yield "".join(f"{word:>11}" for word in head)
     for table in found:
@@ -232,8 +272,8 @@ def as_object(found: Sequence[Table], *, batch_size: int, speeds: Speeds) -> dic
             **{
                 name: getattr(speeds, name)
                 for name in (
-                    *("loss_s", "batch_s", "latency_s", "server_latency_s", "message_s"),
-                    *("link_bytes_per_s", "worker_s", "shard_s"),
+                    *("company", "loss_s", "batch_s", "latency_s", "server_latency_s"),
+                    *("message_s", "link_bytes_per_s", "check_s", "copy_s", "shard_s"),
                 )
             },
         },

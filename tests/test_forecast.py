@@ -31,13 +31,15 @@ def experiment(name: str, *overrides: str) -> Experiment:
 def speeds(n_layers: int, **other: float) -> Speeds:
     """A machine of 50 GFLOP/s, links of 1 GB/s: what the paper's were like, by order."""
     usual = {
+        "company": 1.0,
         "loss_s": 0.0,
         "batch_s": 0.0,
         "latency_s": 1e-4,
         "server_latency_s": 3e-4,
         "message_s": 2e-5,
         "link_bytes_per_s": 1e9,
-        "worker_s": 0.0,
+        "check_s": 0.0,
+        "copy_s": 0.0,
         "shard_s": 0.0,
     }
     layer = LayerSpeed(overhead_s=0.0, flops_per_s=5e10)
@@ -52,7 +54,7 @@ def found(name: str, counts: list[int], *overrides: str, **other: float) -> list
 def test_one_partition_is_operations_over_rate_and_the_rest() -> None:
     """Speech, batch 128: 6 operations a weight, 4 in the first layer."""
     (table,) = found(
-        "speech-paper", [1], "shards=1", loss_s=0.003, batch_s=0.002, worker_s=1e-9, shard_s=2e-9
+        "speech-paper", [1], "shards=1", loss_s=0.003, batch_s=0.002, check_s=1e-9, shard_s=2e-9
     )
     flops = 128 * (6 * (41_777_152 - 4 * 2560 - 8192) - 2 * 440 * 2560)
     assert table.forecast.compute_s == pytest.approx(flops / 5e10 + 0.005)
@@ -72,6 +74,17 @@ def test_two_partitions_exchange_what_the_costs_say() -> None:
     )
     rounds = sum(layer.rounds for layer in table.costs) + 1  # and the agreement
     assert table.forecast.exchange_s == pytest.approx(slowest + rounds * 1e-4)
+
+
+def test_in_company_computing_takes_longer_and_alone_it_does_not() -> None:
+    """A quarter longer where another partition computes as well; what crosses does not change."""
+    counts = [1, 2]
+    alone, two = found("speech-paper", counts, "shards=1", batch_s=0.002)
+    same, slower = found("speech-paper", counts, "shards=1", batch_s=0.002, company=1.25)
+    assert same.forecast == alone.forecast
+    assert slower.forecast.compute_s == pytest.approx(1.25 * two.forecast.compute_s)
+    assert slower.forecast.exchange_s == two.forecast.exchange_s
+    assert slower.forecast.servers_s == two.forecast.servers_s
 
 
 def test_overheads_do_not_get_smaller_with_more_partitions() -> None:
@@ -94,22 +107,43 @@ def test_hosts_share_the_servers_part_and_shards_of_one_host_do_not() -> None:
     assert few.forecast.servers_s == pytest.approx(one.forecast.servers_s / 2)
 
 
-def test_what_a_worker_does_to_its_parameters_is_divided_by_partitions_on_several_hosts() -> None:
-    hosts = "cluster={launcher: ssh, hosts: [{name: a}, {name: b}]}"
-    for settings, divided in (((), 1), ((hosts,), 2)):
-        one, two = found("speech-paper", [1, 2], *settings, worker_s=1e-9, server_latency_s=0.0)
-        share = two.forecast.servers_s / one.forecast.servers_s
-        assert share == pytest.approx(1 / divided, rel=0.01)
+def test_a_workers_part_is_divided_only_where_its_partitions_are_placed_apart() -> None:
+    """They are put on one host while it has room; what a host does not take goes to another."""
+    apart = "cluster={launcher: ssh, hosts: [{name: a, slots: %d}, {name: b, slots: %d}]}"
+    split = (
+        "cluster={launcher: ssh, hosts: [{name: a, slots: 1}, {name: b, slots: 1},"
+        " {name: c, labels: [shard]}]}"
+    )
+    one_each = "cluster={launcher: ssh, hosts: [{name: a}, {name: b, labels: [shard]}]}"
+    for settings, divided in (
+        ((), 1),
+        ((apart % (8, 8),), 1),
+        ((split,), 2),
+        ((apart % (1, 1),), 1),  # not enough for all: no bound
+        ((one_each,), 1),
+    ):
+        (two,) = found(
+            "speech-paper", [2], "shards=2", *settings,
+            check_s=1e-9, copy_s=1e-9, server_latency_s=0.0,
+        )  # fmt: skip
+        whole_s = 2e-9 * 41_777_152
+        assert two.forecast.servers_s == pytest.approx(whole_s / divided, rel=0.01)
 
 
-def test_beats_share_the_servers_part() -> None:
-    (one,) = found("speech-paper", [1], "shards=1", shard_s=1e-9, server_latency_s=0.0)
+@pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 1), (1, 10), (10, 1), (5, 2)])
+def test_each_part_of_the_servers_has_its_own_beat(n_fetch: int, n_push: int) -> None:
+    """Each gradient is checked; fetches are copied and waited for, pushes are applied."""
     beat = (
-        "optimizer={type: downpour, batch_size: 128, n_push: 5, n_fetch: 5,"
+        f"optimizer={{type: downpour, batch_size: 128, n_push: {n_push}, n_fetch: {n_fetch},"
         " rule: {type: sgd, rate: 0.1}}"
     )
-    (fifth,) = found("speech-paper", [1], "shards=1", beat, shard_s=1e-9, server_latency_s=0.0)
-    assert fifth.forecast.servers_s == pytest.approx(one.forecast.servers_s / 5)
+    (one,) = found(
+        "speech-paper", [1], "shards=1", beat,
+        check_s=1e-9, copy_s=2e-9, shard_s=3e-9, server_latency_s=0.02,
+    )  # fmt: skip
+    each = 1e-9 * 41_777_152
+    expected = each + (2 * each + 0.02) / n_fetch + 3 * each / n_push
+    assert one.forecast.servers_s == pytest.approx(expected)
 
 
 def test_figure_3_the_local_network_scales_further_than_the_dense_one() -> None:
@@ -160,6 +194,6 @@ def test_the_object_is_plain_and_whole() -> None:
     assert sum(sum(layer["parameters"]) for layer in two["layers"]) == 41_777_152
     assert two["seconds"] == pytest.approx(two["compute_s"] + two["exchange_s"] + two["servers_s"])
     assert set(answer["speeds"]) == {  # type: ignore[call-overload]
-        "layers", "loss_s", "batch_s", "latency_s", "server_latency_s", "message_s",
-        "link_bytes_per_s", "worker_s", "shard_s",
+        "layers", "company", "loss_s", "batch_s", "latency_s", "server_latency_s", "message_s",
+        "link_bytes_per_s", "check_s", "copy_s", "shard_s",
     }  # fmt: skip

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +17,10 @@ import pytest
 from dbctl.data.sources import open_source
 from dbctl.errors import ExperimentError, LaunchError, PlanError
 from dbctl.experiment.read import parse
+from dbctl.experiment.resolve import to_json
+from dbctl.optim.rules import RULE_SPECS
+from dbctl.region import Box
+from dbctl.run import company, link_speeds, partner, samples
 from dbctl.run import speeds as module
 from dbctl.run.dry import dry_run
 from dbctl.run.link_speeds import Serving, measure_links
@@ -53,10 +61,12 @@ def test_speeds_are_positive_and_taken_within_two_seconds() -> None:
     found = measure(experiment, open_source(experiment.data.train), threads=1)
     assert time.thread_time() - began < 2.0
     assert len(found.layers) == 6
+    assert 1.0 <= found.company < 20.0
     assert all(0 <= s.overhead_s < 0.1 for s in found.layers)
     # From the slowest Python loop to the fastest machine.
     assert all(1e5 < s.flops_per_s < 1e14 for s in found.layers)
-    assert all(0 < seconds < 0.1 for seconds in (found.loss_s, found.batch_s, found.worker_s))
+    assert all(0 < seconds < 0.1 for seconds in (found.loss_s, found.batch_s, found.check_s))
+    assert 0 < found.copy_s < 0.1
     assert 0 <= found.shard_s < 0.1  # 5,000 parameters may be lost in what waking up takes
     assert 1e-6 < found.latency_s < 0.1
     assert 1e-5 < found.server_latency_s < 0.1
@@ -69,7 +79,8 @@ def test_speeds_are_positive_and_taken_within_two_seconds() -> None:
 def test_a_parameter_costs_a_worker_and_a_shard_time(rule: str) -> None:
     """Between 1 and 1,000 GB/s of what each reads and writes."""
     found = measure_links(Serving(rule=rule, size=1 << 20, touched=1 << 16))
-    assert 1e-11 < found.worker_s < 1e-8
+    assert 1e-12 < found.check_s < 1e-8
+    assert 1e-11 < found.copy_s < 1e-8
     assert 1e-11 < found.shard_s < 5e-8
     assert 1e-6 < found.server_latency_s < 0.1
 
@@ -95,12 +106,11 @@ def test_a_large_layer_is_measured_on_a_box_of_it() -> None:
     """Of 80 M weights no more than the limit is ever in memory."""
     experiment = parse(EXPERIMENT.replace("units: 5}", "units: 300000}"), file="small.yaml")
     spec, shape = experiment.network.layers[-1], (64,)
-    large = module.Box.whole(spec.output_shape(shape))
-    assert not module._fits(spec, shape, large, n_batch=16)
-    halved = module._of_rows(large, 8)
-    assert halved.shape == (37500,)
-    assert module._fits(spec, shape, halved, n_batch=16)
-    assert module._of_rows(module.Box((0, 0), (1, 7)), 8).shape == (1, 7)
+    assert samples.largest_box(spec, shape, n_batch=16).shape == (37500,)
+    assert samples.of_rows(Box((0, 0), (1, 7)), 8).shape == (1, 7)
+    # Of a network with such a layer no pass is made, but that box.
+    sample = samples.typical(experiment.network, n_batch=16)
+    assert sample.flops == 3 * 16 * spec.flops(shape, Box.whole((37500,)))
 
 
 def test_a_second_layer_like_the_first_is_not_measured_again(
@@ -128,7 +138,7 @@ def test_a_line_through_two_boxes_gives_overhead_and_rate(monkeypatch: pytest.Mo
     """2 ms whatever the size, then 1 GFLOP/s."""
     spec = parse(EXPERIMENT, file="small.yaml").network.layers[3]
 
-    def time_box(spec: object, shape: object, box: module.Box, **kw: object) -> tuple[int, float]:
+    def time_box(spec: object, shape: object, box: Box, **kw: object) -> tuple[int, float]:
         return len(box) * 1000, 2e-3 + len(box) * 1000 / 1e9
 
     monkeypatch.setattr(module, "_time_box", time_box)
@@ -144,7 +154,7 @@ def test_layers_are_scaled_by_a_pass_of_all_of_them(monkeypatch: pytest.MonkeyPa
     clock = module._Clock(0)
     passes: list[object] = []
 
-    def seconds(run: Callable[[], object]) -> float:
+    def seconds(run: Callable[[], object], *, budget_s: float) -> float:
         passes.append(run())
         return 1.5 * 7e-3
 
@@ -159,7 +169,7 @@ def test_layers_are_scaled_by_a_pass_of_all_of_them(monkeypatch: pytest.MonkeyPa
     assert layers[0].times(1.5) == module.LayerSpeed(overhead_s=1.5e-3, flops_per_s=1e30 / 1.5)
     slow = [module.LayerSpeed(overhead_s=0.1, flops_per_s=1e30)] * 6
     assert scale(slow) == 1.0
-    monkeypatch.setattr(module, "MAX_WEIGHTS", 100)
+    monkeypatch.setattr(samples, "MAX_WEIGHTS", 100)
     assert scale(layers) == 1.0
     assert len(passes) == 1
 
@@ -171,7 +181,7 @@ def test_figures_that_make_no_line_give_the_rate_of_the_large_box(
     """Slower with less, or an overhead below zero: noise never becomes a negative time."""
     spec = parse(EXPERIMENT, file="small.yaml").network.layers[3]
 
-    def time_box(spec: object, shape: object, box: module.Box, **kw: object) -> tuple[int, float]:
+    def time_box(spec: object, shape: object, box: Box, **kw: object) -> tuple[int, float]:
         return len(box) * 1000, seconds[len(box)]
 
     monkeypatch.setattr(module, "_time_box", time_box)
@@ -215,5 +225,77 @@ def test_a_bad_count_is_an_error_before_anything_is_measured(
 
 def test_the_other_process_that_does_not_come_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/true")
-    with pytest.raises(LaunchError, match="the other process ended before it was ready"):
+    with pytest.raises(LaunchError, match=r"link speeds.*other process ended before it was ready"):
         measure_links(Serving(rule="sgd", size=1, touched=1))
+    experiment = parse(EXPERIMENT, file="small.yaml")
+    with pytest.raises(LaunchError, match=r"company.*other process ended before it was ready"):
+        company.measure_company(experiment, threads=1)
+
+
+@pytest.mark.parametrize("rule", sorted(RULE_SPECS))
+def test_another_process_that_ends_is_told_at_once(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every rule that an experiment may have is served until then."""
+    give = link_speeds._Asking.give
+
+    def last(self: link_speeds._Asking, phase: str, number: int, *, size: int = 1) -> None:
+        give(self, phase, number, size=size)
+        if phase == link_speeds.SWAP:
+            os.kill(started[0].pid, signal.SIGKILL)
+
+    started = []
+    real = link_speeds.partner
+
+    @contextlib.contextmanager
+    def partner_of(*words: Any) -> Iterator[Any]:
+        with real(*words) as other:
+            started.append(other)
+            yield other
+
+    monkeypatch.setattr(link_speeds, "partner", partner_of)
+    monkeypatch.setattr(link_speeds._Asking, "give", last)
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="the other process ended with -9"):
+        measure_links(Serving(rule=rule, size=1, touched=1))
+    assert time.monotonic() - began < 15.0
+
+
+# ----------------------------------------------------------------------------------- company
+
+
+def test_company_is_the_mean_of_rounds_over_the_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 ms alone; the other one is through after 15 ms three times of four, else after 35."""
+    now, rounds = [0.0], [0]
+
+    def take(seconds: float) -> None:
+        now[0] += seconds
+
+    def wait() -> None:
+        rounds[0] += 1
+        take(0.005 if rounds[0] % 4 else 0.025)
+
+    monkeypatch.setattr(company.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(company, "ROUNDS", range(8, 9))
+    sample = samples.Sample(0, lambda: take(0.01), lambda: take(1.0))
+    assert company._ratio(sample, lambda: None, wait) == pytest.approx(2.0)
+    # Whoever is faster in company is as fast as alone.
+    turn = iter(range(100))
+    sample = samples.Sample(0, lambda: take(0.01 - 0.005 * (next(turn) % 2)), lambda: None)
+    assert company._ratio(sample, lambda: None, lambda: None) == 1.0
+
+
+def test_company_of_a_real_process_takes_at_least_as_long() -> None:
+    experiment = parse(EXPERIMENT, file="small.yaml")
+    assert 1.0 <= company.measure_company(experiment, threads=1) < 20.0
+
+
+def test_another_process_that_ends_meanwhile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = parse(EXPERIMENT, file="small.yaml")
+    with partner.partner("dbctl.run.company", line=to_json(experiment)) as other:
+        other.kill()
+        other.wait()
+        with pytest.raises(LaunchError, match=r"company.*the other process has ended"):
+            company._done(other)
+        with pytest.raises(LaunchError, match=r"company.*the other process has ended"):
+            company._started(other)

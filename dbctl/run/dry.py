@@ -1,7 +1,7 @@
 """`dbctl train --dry-run`: what a run would be, with nothing started and nothing written.
 
 Rules of this file: text for people, or one JSON object with `--json`. With counts of partitions the
-speeds of this machine are measured, about a second.
+speeds of this machine are measured, for a few seconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How fast two processes of this machine talk: what a partition and a shard are waited for.
 
-Rules of this file: real processes, as those of a run; a second at most; nothing is left of it.
+Rules of this file: real processes, as those of a run; two seconds at most; nothing is left of it.
 
 Theory of operation. `python -m dbctl.run.link_speeds` is the other process. Two partitions work for
 about as long as a layer takes, and then each sends and waits for what the other sends: what a round
@@ -13,38 +13,28 @@ what one takes, with gradients and parameters in the caches of the core that wro
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import shutil
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from dbctl.errors import LaunchError
-from dbctl.launch.base import make_runtime, python_environment
+from dbctl.launch.base import make_runtime
 from dbctl.optim.gradients import is_finite
-from dbctl.optim.rules import (
-    AdagradRuleSpec,
-    AdamRuleSpec,
-    MomentumRuleSpec,
-    RuleSpec,
-    SgdRuleSpec,
-)
+from dbctl.optim.rules import RULE_SPECS
 from dbctl.optim.updates import make_rule
 from dbctl.roles.base import View
+from dbctl.run.partner import LIMIT_S, partner
 from dbctl.transport.line import socket_name
 from dbctl.transport.link import Link
 from dbctl.transport.memory import allocate
 from dbctl.wire import Boxes, Fetch, Message, Peer
 
 OTHER, ASKING = Peer("worker-0.1", 1), Peer("worker-0.0", 1)
-LIMIT_S = 20.0  # of everything
 ROUNDS = 40
 FEW_ROUNDS = 12  # of what takes milliseconds
 BURST = 16
@@ -58,15 +48,16 @@ class LinkSpeeds(NamedTuple):
     """`latency_s`: of an exchange; `server_latency_s`: of a push and a fetch, there and back.
 
     `message_s`: of each further message of an exchange; `bytes_per_s`: into shared memory and out.
-    `worker_s`, `shard_s`: of one parameter, at a worker (its gradient is checked, the answer
-    copied) and at a shard that it waits for.
+    Of one parameter: `check_s`, of its gradient at a worker; `copy_s`, of the answer; `shard_s`, at
+    a shard that it waits for.
     """
 
     latency_s: float
     server_latency_s: float
     message_s: float
     bytes_per_s: float
-    worker_s: float
+    check_s: float
+    copy_s: float
     shard_s: float
 
 
@@ -81,24 +72,14 @@ class Serving(NamedTuple):
     touched: int
 
 
-_RULES: dict[str, RuleSpec] = {
-    spec.type: spec
-    for spec in (
-        SgdRuleSpec(rate=1e-6),
-        MomentumRuleSpec(rate=1e-6),
-        AdagradRuleSpec(rate=1e-6),
-        AdamRuleSpec(rate=1e-6),
-    )
-}
-
-
 def measure_links(serving: Serving) -> LinkSpeeds:
-    """The medians of `ROUNDS` each. LaunchError: the other process does not come up."""
+    """The medians of some rounds each. LaunchError: the other process does not come up, or ends."""
     runtime = make_runtime()
     try:
-        with _link(runtime, ASKING) as link, _other(runtime, serving):
+        words = (runtime, serving.rule, str(serving.size))
+        with _link(runtime, ASKING) as link, partner("dbctl.run.link_speeds", words) as other:
             link.connect(OTHER.node, 1, _endpoint(runtime, OTHER))
-            return _Asking(link, serving).measure()
+            return _Asking(link, serving, ended=other.poll).measure()
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
 
@@ -109,34 +90,6 @@ def _endpoint(runtime: str, peer: Peer) -> str:
 
 def _link(runtime: str, me: Peer) -> Link:
     return Link(run="speeds", node=me.node, incarnation=1, listen=_endpoint(runtime, me))
-
-
-@contextlib.contextmanager
-def _other(runtime: str, serving: Serving) -> Iterator[None]:
-    words = [runtime, serving.rule, str(serving.size)]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "dbctl.run.link_speeds", *words],
-        env={**os.environ, **python_environment()},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        if not select.select([process.stdout], [], [], LIMIT_S)[0]:
-            raise LaunchError("link speeds", f"the other process was not ready in {LIMIT_S:g} s")
-        if not process.stdout.readline():
-            raise LaunchError("link speeds", "the other process ended before it was ready")
-        yield
-    finally:
-        process.stdin.close()  # its end
-        process.stdout.close()
-        try:
-            process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 class _End:
@@ -152,6 +105,11 @@ class _End:
         self._inbox: deque[Message] = deque()
         self._until = time.monotonic() + LIMIT_S
 
+    @property
+    def over(self) -> bool:
+        """Nothing more is heard of the other process."""
+        return self.link.closed_by_parent
+
     def work(self) -> None:
         for _ in range(WORKS):
             np.add(self._own[:WORK], 1.0, out=self._other[:WORK])
@@ -161,9 +119,9 @@ class _End:
         self.link.send(self.to, Boxes(number, phase, 0, View(self._outbox, 0, size)))
 
     def next(self) -> Message | None:
-        """The next message; None: the parent is gone."""
+        """The next message; None: there will be none."""
         while not self._inbox:
-            if self.link.closed_by_parent or time.monotonic() > self._until:
+            if self.over or time.monotonic() > self._until:
                 return None
             self._inbox += [message for _, message in self.link.receive(0.5)]
         return self._inbox.popleft()
@@ -186,15 +144,24 @@ class _End:
 
 
 class _Asking(_End):
-    def __init__(self, link: Link, serving: Serving) -> None:
+    """`ended`: the exit status of the other process, None while it lives."""
+
+    def __init__(self, link: Link, serving: Serving, *, ended: Callable[[], int | None]) -> None:
         super().__init__(link, OTHER, size=serving.size)
+        self._ended = ended
         self._serving = serving
         self._elsewhere = np.zeros(serving.touched, np.float32)
+
+    @property
+    def over(self) -> bool:
+        return self._ended() is not None
 
     def next(self) -> Message:
         message = super().next()
         if message is None:
-            raise LaunchError("link speeds", f"the other process did not answer in {LIMIT_S:g} s")
+            status = self._ended()
+            what = f"did not answer in {LIMIT_S:g} s" if status is None else f"ended with {status}"
+            raise LaunchError("link speeds", f"the other process {what}: try again")
         return message
 
     def measure(self) -> LinkSpeeds:
@@ -212,7 +179,8 @@ class _Asking(_End):
             server_latency_s=max(one.waited_s, 1e-6),
             message_s=max(0.0, burst_s - small_s) / (BURST - 1),
             bytes_per_s=4 * LARGE / max(large_s - small_s, 1e-6),
-            worker_s=many.worked_s / self._serving.size,
+            check_s=many.checked_s / self._serving.size,
+            copy_s=many.copied_s / self._serving.size,
             shard_s=max(many.waited_s - one.waited_s, 0.0) / self._serving.size,
         )
 
@@ -241,7 +209,7 @@ class _Asking(_End):
         answer = self.next()
         came = time.perf_counter()
         self.copy(answer)
-        return _Step(checked - began + time.perf_counter() - came, came - checked)
+        return _Step(checked - began, time.perf_counter() - came, came - checked)
 
     def _there_and_back(self, count: int, *, size: int) -> None:
         for number in range(count):
@@ -252,14 +220,15 @@ class _Asking(_End):
 class _Step(NamedTuple):
     """Seconds of a worker's own work on its parameters, and of waiting for its shard."""
 
-    worked_s: float
+    checked_s: float
+    copied_s: float
     waited_s: float
 
 
 class _Other(_End):
     def __init__(self, link: Link, rule: str, *, size: int) -> None:
         super().__init__(link, ASKING, size=size)
-        self._rule = make_rule(_RULES[rule], size=size)
+        self._rule = make_rule(RULE_SPECS[rule](rate=1e-6), size=size)
         self._states = {n: self._rule.new_state(n, "float32") for n in {1, size}}
         self._gradient = np.zeros(1, np.float32)
 

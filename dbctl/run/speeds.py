@@ -1,14 +1,15 @@
-"""How fast this machine is at what a replica does: layers and rows; link_speeds has the rest.
+"""How fast this machine is at what a replica does: layers, rows, company and links.
 
-Rules of this file: about a second for any network, and little memory: of a large layer only a box
-is computed. What is computed is timed by the thread's processor time, in which other programs show
-less than in wall time, and is the median of a few runs.
+Rules of this file: a few seconds for any network, and little memory: of a large layer only a
+box is computed. What is computed alone is timed by the thread's processor time, in which other
+programs show less than in wall time; the mean of a few runs, as a run of many steps takes it.
 
 Theory of operation: a layer is timed, forward and backward, on a box of its nodes that is as large
 as the limits allow and on an eighth of that; a line through both gives what a call costs whatever
 its size, and its operations a second. Where the whole network is small enough for it, its pass is
 timed as well, and every layer is scaled by what that took over the sum of them: what layers leave
-each other in the caches no single one shows. How fast processes talk is measured by link_speeds.
+each other in the caches no single one shows. What company costs is measured by company.py, how fast
+processes talk by link_speeds.py.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ from dbctl.experiment.specs import Experiment, SandblasterSpec
 from dbctl.forecast import LayerSpeed, Speeds
 from dbctl.model.costs import costs_of
 from dbctl.model.cut import cut_network
-from dbctl.model.layers.dropout import Draw
 from dbctl.model.losses import LOSSES, loss_gradient
 from dbctl.model.network import LayerSpec, NetworkSpec, node_shapes, tensors
-from dbctl.model.passes import KERNELS, Network
 from dbctl.region import Box
+from dbctl.run.company import measure_company
 from dbctl.run.link_speeds import Serving, measure_links
+from dbctl.run.samples import MAX_WEIGHTS, has_pass, largest_box, nothing, of_box, of_pass, of_rows
 
 Array = NDArray[Any]
 
 BUDGET_S = 0.06  # of one box of one layer
-MAX_RUNS = 7
-MAX_FLOPS = 1.2e9  # of one forward pass of a box
-MAX_WEIGHTS = 4 << 20  # of a box, of a whole network, and of what stands for a shard
+PASS_BUDGET_S = 0.4
+MAX_RUNS = 40
 MAX_PASS_S = 0.1  # of a whole network
 SAMPLE_ROWS = 1024
 MAX_ELSEWHERE = 16 << 20  # elements; larger than caches are
@@ -65,16 +65,20 @@ def measure(experiment: Experiment, train: Source, *, threads: int) -> Speeds:
             layers.append(known[key])
         loss_s = _loss_s(network.loss, prod(shapes[-1]), n_batch=n_batch, clock=clock)
         scale = _scale(network, layers, loss_s=loss_s, n_batch=n_batch, clock=clock)
+    batch_s = _batch_s(experiment, train, clock)
+    del clock  # its memory is another process's turn to use
     links = measure_links(_serving(experiment))
     return Speeds(
+        company=measure_company(experiment, threads=threads),
         layers=tuple(layer.times(scale) for layer in layers),
         loss_s=scale * loss_s,
-        batch_s=_batch_s(experiment, train, clock),
+        batch_s=batch_s,
         latency_s=links.latency_s,
         server_latency_s=links.server_latency_s,
         message_s=links.message_s,
         link_bytes_per_s=links.bytes_per_s,
-        worker_s=links.worker_s,
+        check_s=links.check_s,
+        copy_s=links.copy_s,
         shard_s=links.shard_s,
     )
 
@@ -93,15 +97,19 @@ class _Clock:
         self._elsewhere = np.zeros(min(touched, MAX_ELSEWHERE), np.float32)
 
     def seconds(
-        self, run: Callable[[], object], prepare: Callable[[], object] = lambda: None
+        self,
+        run: Callable[[], object],
+        prepare: Callable[[], object] = nothing,
+        *,
+        budget_s: float = BUDGET_S,
     ) -> float:
-        """The median run, after one that touches all memory; `prepare` is not timed.
+        """The mean run, after one that touches all memory; `prepare` is not timed.
 
         Before each as much else is used as in a mini-batch: what a layer left in the caches a
         mini-batch ago is not there.
         """
         times: list[float] = []
-        until = time.perf_counter() + BUDGET_S
+        until = time.perf_counter() + budget_s
         for count in range(MAX_RUNS + 1):
             prepare()
             np.add(self._elsewhere, 1, out=self._elsewhere)
@@ -111,7 +119,7 @@ class _Clock:
                 times.append(time.thread_time() - began)
             if count >= 2 and time.perf_counter() > until:
                 break
-        return float(np.median(times))
+        return float(np.mean(times))
 
 
 # ---------------------------------------------------------------------------------- layers
@@ -120,10 +128,8 @@ class _Clock:
 def _layer_speed(
     spec: LayerSpec, shape: tuple[int, ...], *, n_batch: int, first: bool, clock: _Clock
 ) -> LayerSpeed:
-    large = Box.whole(spec.output_shape(shape))
-    while not _fits(spec, shape, large, n_batch=n_batch) and large.shape[0] > 1:
-        large = _of_rows(large, 2)
-    small = _of_rows(large, 8)
+    large = largest_box(spec, shape, n_batch=n_batch)
+    small = of_rows(large, 8)
     (flops, seconds), (few, short_s) = (
         _time_box(spec, shape, box, n_batch=n_batch, first=first, clock=clock)
         for box in (large, small)
@@ -152,54 +158,18 @@ def _scale(
     parts_s = loss_s + sum(
         speed.overhead_s + n / speed.flops_per_s for speed, n in zip(layers, flops, strict=True)
     )
-    n_parameters = tensors(network)[-1].range.stop
-    if parts_s > MAX_PASS_S or n_parameters > MAX_WEIGHTS:
+    if parts_s > MAX_PASS_S or not has_pass(network):
         return 1.0
-    whole = Network(network, batch_size=n_batch)
-    random = np.random.default_rng(0)
-    parameters = 0.05 * random.standard_normal(n_parameters, np.float32)
-    x = random.standard_normal((prod(network.input), n_batch), np.float32)
-    labels = random.integers(prod(node_shapes(network)[-1]), size=n_batch)
-    out, draw = np.zeros_like(parameters), Draw(0, 0, 0)
-    return (
-        clock.seconds(lambda: whole.gradient(parameters, x, labels, out=out, draw=draw)) / parts_s
-    )
-
-
-def _of_rows(box: Box, divisor: int) -> Box:
-    """The first of the box's rows (of its units, where it has no rows)."""
-    kept = max(1, box.shape[0] // divisor)
-    return Box(box.starts, (box.starts[0] + kept, *box.stops[1:]))
-
-
-def _fits(spec: LayerSpec, shape: tuple[int, ...], box: Box, *, n_batch: int) -> bool:
-    weights = sum(prod(tensor.shape) for tensor in spec.tensors(shape, box))
-    return weights <= MAX_WEIGHTS and spec.flops(shape, box) * n_batch <= MAX_FLOPS
+    run = of_pass(network, n_batch=n_batch)
+    return clock.seconds(run, budget_s=PASS_BUDGET_S) / parts_s
 
 
 def _time_box(
     spec: LayerSpec, shape: tuple[int, ...], box: Box, *, n_batch: int, first: bool, clock: _Clock
 ) -> tuple[int, float]:
     """Operations and seconds of a forward and backward pass of a mini-batch."""
-    kernel = KERNELS[spec.type](spec, shape, box, batch_size=n_batch, dtype="float32")
-    random = np.random.default_rng(0)
-
-    def numbers(*sides: int) -> Array:
-        return random.standard_normal(sides, np.float32)
-
-    parameters = [0.05 * numbers(*tensor.shape) for tensor in kernel.tensors]
-    gradients = [np.zeros_like(array) for array in parameters]
-    x, kept = numbers(*kernel.input_box.shape, n_batch), numbers(*box.shape, n_batch)
-    out, delta = np.zeros_like(kept), np.zeros_like(kept)
-    dx = None if first else np.zeros_like(x)
-
-    def run() -> None:
-        kernel.forward(parameters, x, out)
-        kernel.backward(parameters, x, out, delta=delta, gradients=gradients, dx=dx)
-
-    seconds = clock.seconds(run, lambda: np.copyto(delta, kept))
-    flops = spec.flops(shape, box) * (1 + bool(parameters) + (not first)) * n_batch
-    return flops, seconds
+    sample = of_box(spec, shape, box, n_batch=n_batch, first=first)
+    return sample.flops, clock.seconds(sample.run, sample.prepare)
 
 
 def _loss_s(name: str, n_outputs: int, *, n_batch: int, clock: _Clock) -> float:

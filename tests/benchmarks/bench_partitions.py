@@ -62,6 +62,7 @@ NETWORKS: dict[str, tuple[str, tuple[str, ...], int, int]] = {
     "speech": ("speech-paper", (SGD % 128,), 20, 8),
     "fashion-local": ("fashion-local", (SGD % 100,), 400, 100),
     "figure3": ("figure3", (SGD % 100,), 150, 40),
+    "vision": ("vision-paper", (SGD % 128,), 12, 4),
 }
 
 
