@@ -21,6 +21,7 @@ import pytest
 
 CLUSTER = Path(__file__).parent / "cluster"
 ALONE = "alone"
+COUNTED = "counted"
 N_WORKERS = 2
 GRACE_S = 3.0  # threads and children may be on their way out when a test returns
 
@@ -134,6 +135,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         item.failed_call = report.failed and report.when == "call"  # type: ignore[attr-defined]
         item.stash[UNLIMITED] = report.failed
     return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests have counted (record_property): a worker of pytest-xdist has no terminal."""
+    told = {
+        str(text)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, text in getattr(report, "user_properties", ())
+        if name == COUNTED
+    }
+    for text in sorted(told):
+        terminalreporter.write_line(text)
 
 
 # ------------------------------------------------------------------------- tests side by side

@@ -9,6 +9,7 @@ undisturbed run, or something was counted twice, not at all, or of another point
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -102,7 +103,9 @@ def history(seed: int, directory: Path, happened: Counter[str]) -> dict[int, flo
 
 
 def test_every_history_has_the_losses_of_an_undisturbed_run(
-    tmp_path: Path, undisturbed: dict[int, float], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    undisturbed: dict[int, float],
+    record_property: Callable[[str, str], None],
 ) -> None:
     """G7: each bundle counts once, whoever dies; the same losses to 1e-6."""
     happened: Counter[str] = Counter()
@@ -113,9 +116,8 @@ def test_every_history_has_the_losses_of_an_undisturbed_run(
         np.testing.assert_allclose(
             [found[n] for n in range(STEPS + 1)], expected, rtol=1e-6, err_msg=f"seed {seed}"
         )
-    with capsys.disabled():
-        counts = ", ".join(f"{kind} {happened[kind]}" for kind in sorted(happened))
-        print(f"\n  batch ledger: {N_HISTORIES} histories; held {counts}")
+    counts = ", ".join(f"{kind} {happened[kind]}" for kind in sorted(happened))
+    record_property("counted", f"batch ledger: {N_HISTORIES} histories; held {counts}")
     for kind in ("message lost", "message repeated", "piece lost", "kill", "pause", "interrupt"):
         assert happened[kind] >= N_HISTORIES // 6, kind
 

@@ -225,6 +225,9 @@ def test_twice(request, turns_directory):
 @pytest.mark.parametrize("n", range(3))
 def test_alone(turns_directory, n):
     assert not shared(turns_directory)
+
+def test_counts(record_property):
+    record_property("counted", "ledger: 7 histories")
 """
 
 
@@ -247,7 +250,8 @@ def test_a_second_try_is_alone_and_one_worker_has_all_that_are(tmp_path: Path) -
         (tmp_path / f"test_{name}.py").write_text(SUITE)
     done = suite(tmp_path, "-v", "-n", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"= 8 passed, .*2 rerun in", done.stdout), done.stdout
+    assert re.search(r"= 10 passed, .*2 rerun in", done.stdout), done.stdout
+    assert "\nledger: 7 histories\n" in done.stdout, "what a test has counted is shown"
     assert len(set(re.findall(r"(gw\d)\].* PASSED .*::test_alone", done.stdout))) == 1
 
 
