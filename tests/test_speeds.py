@@ -18,6 +18,7 @@ from dbctl.data.sources import open_source
 from dbctl.errors import ExperimentError, LaunchError, PlanError
 from dbctl.experiment.read import parse
 from dbctl.experiment.resolve import to_json
+from dbctl.model.network import LAYER_SPECS
 from dbctl.optim.rules import RULE_SPECS
 from dbctl.region import Box
 from dbctl.run import company, link_speeds, partner, samples
@@ -100,6 +101,27 @@ def test_between_two_runs_as_much_else_is_used_as_in_a_mini_batch(
     assert len(seen) > 2
     monkeypatch.setattr(module, "MAX_ELSEWHERE", 50)
     assert len(module._Clock(100)._elsewhere) == 50
+
+
+FAMILIES = {
+    "dense": "{type: dense, units: 5}",
+    "conv2d": "{type: conv2d, maps: 2, kernel: 3}",
+    "local2d": "{type: local2d, maps: 2, kernel: 3}",
+    "pool": "{type: pool, kind: max, size: 2}",
+    "lcn": "{type: lcn, window: 3}",
+    "dropout": "{type: dropout, rate: 0.5}",
+}
+
+
+@pytest.mark.parametrize("family", LAYER_SPECS)
+def test_a_layer_of_each_family_is_timed(family: str) -> None:
+    """Alone, where no network has drawn a dropout's mask for it, and in a pass."""
+    start, end = EXPERIMENT.index("    - {"), EXPERIMENT.index("    - {type: dense, units: 5}")
+    text = EXPERIMENT[:start] + f"    - {FAMILIES[family]}\n" + EXPERIMENT[end:]
+    experiment = parse(text, file="small.yaml")
+    found = measure(experiment, open_source(experiment.data.train), threads=1)
+    assert len(found.layers) == 2
+    assert np.isfinite(found.layers[0].flops_per_s)
 
 
 def test_a_large_layer_is_measured_on_a_box_of_it() -> None:
