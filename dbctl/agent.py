@@ -37,6 +37,7 @@ from dbctl.process import (
     beat_s,
     clear_runtime,
     end_with_parent,
+    escape_line,
     leave_signals,
     log,
     one_line,
@@ -46,7 +47,7 @@ from dbctl.rights import CONTROLLER
 from dbctl.transport.link import Link
 from dbctl.wire import Exited, Finish, Message, Peer
 from dbctl.wire_logs import LogFiled
-from dbctl.wire_processes import Failed, Kill, Start
+from dbctl.wire_processes import Failed, Kill, Start, Started
 
 END_GENTLE_S = 1.0  # from the end of all inputs to SIGKILL: lease + 2 s is the promise
 END_KILL_S = 0.8  # how long the killed may take to be reaped
@@ -105,7 +106,7 @@ class Agent:
             log(self.name, f"ignored {type(message).__name__} of {peer}")
         elif isinstance(message, Start):
             answer = self.children.start(message)
-            log(self.name, f"start {message.node}#{message.incarnation}: {answer}")
+            log(self.name, _became(message, answer))
             if answer is not None:
                 self.link.send(CONTROLLER, answer)
         elif isinstance(message, Kill):
@@ -153,6 +154,18 @@ class Agent:
                 time.sleep(0.005)
         for (node, _), child in self.children.running.items():
             log(self.name, f"{node} (pid {child.process.pid}) was killed but does not end")
+
+
+def _became(order: Start, answer: Started | Exited | None) -> str:
+    """What an order to start came to, as the log says it."""
+    node = f"{order.node}#{order.incarnation}"
+    match answer:
+        case Started(pid=pid):
+            return f"{node} started with pid {pid}"
+        case Exited(status=status, word=word):
+            return f"{node} is over, status {status}" + (word and f": {escape_line(word)}")
+        case None:
+            return f"{node} is not started: a later life of it is known"
 
 
 def main(argv: list[str]) -> int:

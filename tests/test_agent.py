@@ -26,7 +26,7 @@ from dbctl.process import read_line
 from dbctl.transport.link import Link
 from dbctl.wire import Exited, Finish, Message, Peer
 from dbctl.wire_logs import LogFiled, LogText
-from dbctl.wire_processes import Failed, Kill, Started
+from dbctl.wire_processes import Failed, Kill, Start, Started
 from tests.shell_nodes import children_in, shell
 
 
@@ -109,6 +109,25 @@ def test_a_nodes_own_word_goes_with_its_end(children: Children, link: QueueLink)
     assert agent.serve() == "finished"
     exited = children.ended["shard-0", 1]
     assert (exited.status, exited.word) == (1, "disk on fire")
+
+
+def test_what_became_of_an_order_to_start_is_a_sentence_in_the_log(
+    children: Children, link: QueueLink, capfd: pytest.CaptureFixture[str]
+) -> None:
+    agent = make_agent(link, children)
+    agent.handle_signals()
+    nowhere = Start("shard-1", 2, ("/no/such/program",), (), "{}")
+    for order in (nowhere, shell("", "shard-1", 1), shell("sleep 0.2; exit 3")):
+        link.queue.put((CONTROLLER, order))
+    assert agent.serve() == "finished"
+    [pid] = [message.pid for message in link.sent if isinstance(message, Started)]
+    out, err = capfd.readouterr()
+    said = out + err
+    assert f" shard-0#1 started with pid {pid}\n" in said
+    assert " shard-1#2 is over, status 127: cannot start /no/such" in said
+    assert " shard-1#1 is not started: a later life of it is known\n" in said
+    assert "Started(" not in said
+    assert "Exited(" not in said
 
 
 def test_without_a_lease_no_order_is_carried_out(children: Children, link: QueueLink) -> None:

@@ -172,7 +172,9 @@ def test_two_hosts_run_one_run(sshd: Sshd, tmp_path: Path, encryption: str) -> N
             assert run.finish() == 0, run.story()
     logs = tmp_path / "two" / "logs"
     for i in range(2):
-        assert "Started" in (logs / f"agent-{i}.log").read_text(), "each has a part of it"
+        assert " started with pid " in (logs / f"agent-{i}.log").read_text(), (
+            "each has a part of it"
+        )
     assert bits(tmp_path / "two") == bits(tmp_path / "local")
     assert leftovers(tmp_path) == []
     assert json.loads((tmp_path / "two" / "run.json").read_text())["encryption"] == encryption

@@ -385,7 +385,7 @@ def test_stopping_a_cluster_by_force_ends_its_run_which_says_so_in_one_sentence(
             " · agent-0 on a ended: its cluster was stopped · nothing was saved: train it anew"
             f" · logs that could not be sent stay there: a:{left} · {run.dir}"
         ), last
-        for noise in ("replica", "channel", "Started", "warning"):
+        for noise in ("replica", "channel", "started with pid", "warning"):
             assert noise not in last
             assert noise not in run.err
         assert "the cluster is being stopped: this run ends with it" in run.log("agent-0")
