@@ -274,6 +274,24 @@ def test_another_key_is_refused_and_the_allowed_ones_are_named(
     assert all(name in err for name in CHANGEABLE)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("replcas=3", "unknown key; did you mean `replicas`? resume"),
+        ("stpo.steps=3", "unknown key; did you mean `stop`? resume"),
+        ("units=3", "unknown key here; it belongs under `network.layers`; resume"),
+        ("data.train.shp=true", "unknown key; did you mean `data.train.ship`? resume"),
+        ("optimizr.batch_size=3", "unknown key; did you mean `optimizer`? resume"),
+        ("data.train.rows=3", "resume"),
+        ("network.layers.0.units=3", "resume"),
+    ],
+)
+def test_a_mistyped_key_is_told_which_was_meant(override: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_overrides([override])
+    assert str(caught.value).startswith(f"--set {override}: {said} can change only stop, ")
+
+
 def test_where_the_data_are_read_may_change() -> None:
     check_overrides(["data.train.ship=true", "data.test.ship = true", "stop.steps=3", "shards=1"])
     with pytest.raises(UsageError, match=r"data\.train\.rows=3: resume can change only"):

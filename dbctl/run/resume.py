@@ -21,7 +21,9 @@ from dbctl.data.sources import Source, digest
 from dbctl.errors import CheckpointError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.resolve import to_yaml
+from dbctl.experiment.shape import fields_of, keys_below
 from dbctl.experiment.specs import Experiment, SandblasterSpec, StopSpec
+from dbctl.experiment.words import nearest, unknown_key
 from dbctl.model.network import tensors
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
@@ -196,9 +198,19 @@ def check_overrides(overrides: Sequence[str]) -> None:
         asked = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
         if equals and not asked & set(CHANGEABLE):
             raise UsageError(
-                f"--set {override}: resume can change only {', '.join(CHANGEABLE)}; "
+                f"--set {override}: {_meant(parts)}resume can change only {', '.join(CHANGEABLE)}; "
                 "for anything else train a new run"
             )
+
+
+def _meant(parts: Sequence[str]) -> str:
+    """Of a key that no experiment has, what `train` says of it; "" of one that there is."""
+    top, message = fields_of(Experiment), ""
+    if parts[0] not in top:
+        message, _ = unknown_key(parts[0], (), top)
+    elif parts[-1] not in keys_below(Experiment) and (near := nearest(".".join(parts), CHANGEABLE)):
+        message = f"unknown key; did you mean `{near}`?"
+    return message and message + (" " if message.endswith("?") else "; ")
 
 
 def check_network(checkpoint: Checkpoint, experiment: Experiment) -> None:
