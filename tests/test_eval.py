@@ -336,6 +336,38 @@ def test_eval_of_what_is_not_there(
     assert main(["eval", str(trained.path), "--workers", "0"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("every", "when"),
+    [
+        ("2 min", "every 120 s (checkpoint.every); try again once it has"),
+        ("off", "only at its end (checkpoint.every is off); try again then"),
+    ],
+)
+def test_a_run_that_has_saved_nothing_yet_is_not_told_to_start_again(
+    every: str, when: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only while it is going on: where it is over, no checkpoint will come."""
+    run_dir, _ = begin(TEXT, tmp_path / "r", overrides=[f"checkpoint.every={every}"])
+    for status in ({}, {"run": "run", "state": "running"}, {"run": "earlier", "state": "failed"}):
+        run_dir.write_status(status)
+        for step in ((), ("--step", "40")):
+            assert main(["eval", str(run_dir.path), *step]) == 1
+            assert capsys.readouterr().err.endswith(
+                f"this run is going on and has not saved a checkpoint yet: it saves one {when}\n"
+            )
+    over = "nothing was saved: there is no checkpoint to go on from; start again with "
+    run_dir.write_status({"run": "run", "state": "failed"})
+    assert main(["eval", str(run_dir.path)]) == 1
+    assert over in capsys.readouterr().err
+    run_dir.write_status({"run": "run", "state": "running"})
+    run_dir.write_info(msgspec.structs.replace(run_dir.read_info(), pid_start=1))  # was killed
+    assert main(["eval", str(run_dir.path)]) == 1
+    assert over in capsys.readouterr().err
+    (run_dir.path / "run.json").write_text("{")
+    assert main(["eval", str(run_dir.path)]) == 1
+    assert over in capsys.readouterr().err
+
+
 def variant(run_dir: RunDir, directory: Path, old: str, new: str) -> str:
     """A run directory with the same checkpoints and another resolved.yaml."""
     directory.mkdir()

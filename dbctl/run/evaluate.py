@@ -8,6 +8,7 @@ row each; what they count is summed, so each row counts once for any number of t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 
 from dbctl.checkpoint.reader import Checkpoint, checkpoints_by_step, newest_good, open_checkpoint
 from dbctl.data.sources import Source, check, open_source
-from dbctl.errors import DbctlError, LaunchError, RunError, UsageError
+from dbctl.errors import CheckpointError, DbctlError, LaunchError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import Experiment, StopSpec
 from dbctl.launch.base import make_runtime
@@ -52,6 +53,7 @@ from dbctl.run.setting import (
     vectors_of,
 )
 from dbctl.run.shipments import Shipments, shipments_of
+from dbctl.run.show import of_run
 from dbctl.run.signals import Interrupted, Signals
 from dbctl.run.wiring import UNENCRYPTED
 from dbctl.rundir import RunDir
@@ -121,6 +123,7 @@ def _evaluate(
         # A run that is going on may remove it meanwhile: `checkpoint: keep`.
         path = next(iter(checkpoints_by_step(run_dir.checkpoints).values()), None)
         try:
+            _check_saved(run_dir, experiment)
             checkpoint = _choose(run_dir, request, warn)
             path = checkpoint.path
             check_network(checkpoint, experiment)
@@ -145,6 +148,23 @@ def _removed(path: Path, n_tries: int) -> RunError:
         "checkpoint.keep or checkpoint.every (stop it, then `dbctl resume RUN_DIR --set "
         "checkpoint.keep=N`), or measure once it has ended"
     )
+
+
+def _check_saved(run_dir: RunDir, experiment: Experiment) -> None:
+    """CheckpointError while a run that is going on has saved nothing: a first one may come."""
+    if checkpoints_by_step(run_dir.checkpoints):
+        return
+    with contextlib.suppress(RunError):  # a damaged file: then what is not there says enough
+        if of_run(run_dir).is_over:
+            return
+        every = experiment.checkpoint.every
+        when = f"every {every} (checkpoint.every); try again once it has"
+        if every is None:
+            when = "only at its end (checkpoint.every is off); try again then"
+        raise CheckpointError(
+            str(run_dir.path),
+            f"this run is going on and has not saved a checkpoint yet: it saves one {when}",
+        )
 
 
 def _choose(run_dir: RunDir, request: Request, warn: Callable[[str], None]) -> Checkpoint:
