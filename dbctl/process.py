@@ -115,6 +115,16 @@ def read_line(fd: int, limit: int, *, limit_s: float = LINE_LIMIT_S) -> bytes | 
     return bytes(data[:-1])
 
 
+def how_ended(status: int) -> str:
+    """In words, of a child: an exit status, or minus a signal."""
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
 def boot_id() -> str:
     """Of this start of the kernel; "" where it does not say."""
     try:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from dbctl.data.sources import open_source
 from dbctl.errors import ExperimentError, LaunchError, PlanError
 from dbctl.experiment.read import parse
 from dbctl.experiment.resolve import to_json
+from dbctl.launch.base import python_environment
 from dbctl.model.network import LAYER_SPECS
 from dbctl.optim.rules import RULE_SPECS
 from dbctl.region import Box
@@ -247,10 +250,14 @@ def test_a_bad_count_is_an_error_before_anything_is_measured(
 
 def test_the_other_process_that_does_not_come_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/true")
-    with pytest.raises(LaunchError, match=r"link speeds.*other process ended before it was ready"):
+    with pytest.raises(
+        LaunchError, match=r"measures link speeds ended with exit status 0 before it was ready"
+    ):
         measure_links(Serving(rule="sgd", size=1, touched=1))
     experiment = parse(EXPERIMENT, file="small.yaml")
-    with pytest.raises(LaunchError, match=r"company.*other process ended before it was ready"):
+    with pytest.raises(
+        LaunchError, match=r"measures company ended with exit status 0 before it was ready"
+    ):
         company.measure_company(experiment, threads=1)
 
 
@@ -278,9 +285,39 @@ def test_another_process_that_ends_is_told_at_once(
     monkeypatch.setattr(link_speeds, "partner", partner_of)
     monkeypatch.setattr(link_speeds._Asking, "give", last)
     began = time.monotonic()
-    with pytest.raises(LaunchError, match="the other process ended with -9"):
+    with pytest.raises(LaunchError, match="measures link speeds was killed by SIGKILL: try again"):
         measure_links(Serving(rule=rule, size=1, touched=1))
     assert time.monotonic() - began < 15.0
+
+
+@pytest.mark.parametrize("other", ["company", "link_speeds"])
+def test_a_first_process_that_was_killed_leaves_neither_words_nor_a_directory(
+    other: str, tmp_path: Path
+) -> None:
+    """The second one is about to say that it is ready."""
+    words = {"company": [], "link_speeds": [str(tmp_path / "runtime"), "sgd", "10"]}[other]
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", f"dbctl.run.{other}", *words],
+        env=os.environ | python_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin
+    assert process.stdout
+    process.stdout.close()
+    if other == "company":
+        process.stdin.write(to_json(parse(EXPERIMENT, file="small.yaml")).encode() + b"\n")
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, b"")
+    assert (tmp_path / "runtime").exists() == (other == "company")
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_one_sentence(file: str) -> None:
+    settings = ["optimizer.batch_size=1000000000000"]
+    with pytest.raises(PlanError, match=r"1,000,000,000,000 rows does not fit into memory here"):
+        list(dry_run(file, settings, partitions="1", as_json=False, warn=pytest.fail))
 
 
 # ----------------------------------------------------------------------------------- company
@@ -317,7 +354,7 @@ def test_another_process_that_ends_meanwhile_is_named(monkeypatch: pytest.Monkey
     with partner.partner("dbctl.run.company", line=to_json(experiment)) as other:
         other.kill()
         other.wait()
-        with pytest.raises(LaunchError, match=r"company.*the other process has ended"):
+        with pytest.raises(LaunchError, match="measures company has ended"):
             company._done(other)
-        with pytest.raises(LaunchError, match=r"company.*the other process has ended"):
+        with pytest.raises(LaunchError, match="measures company has ended"):
             company._started(other)

@@ -23,14 +23,14 @@ from dbctl.experiment.resolve import from_json, to_json
 from dbctl.experiment.specs import Experiment
 from dbctl.launch.base import thread_variables
 from dbctl.process import read_line
-from dbctl.run.partner import LIMIT_S, partner
+from dbctl.run.partner import LIMIT_S, partner, say
 from dbctl.run.samples import Sample, typical
 
 BUDGET_S = 1.0  # of all rounds
 ROUNDS = range(6, 60)
 LINE_BYTES_MAX = 1 << 24
 GO, DONE = b"g", b"d"
-ENDED = "the other process has ended: try again"
+OTHER = "the second process that measures company"
 
 
 def measure_company(experiment: Experiment, *, threads: int) -> float:
@@ -73,7 +73,7 @@ def _started(other: subprocess.Popen[bytes]) -> None:
     try:
         os.write(other.stdin.fileno(), GO)
     except BrokenPipeError:
-        raise LaunchError("company", ENDED) from None
+        raise LaunchError(OTHER, "has ended: try again") from None
 
 
 def _done(other: subprocess.Popen[bytes]) -> None:
@@ -84,7 +84,7 @@ def _done(other: subprocess.Popen[bytes]) -> None:
             "company", f"the other process did not answer in {LIMIT_S:g} s: try again"
         )
     if not os.read(fd, 1):
-        raise LaunchError("company", ENDED)
+        raise LaunchError(OTHER, "has ended: try again")
 
 
 def main() -> None:
@@ -95,10 +95,10 @@ def main() -> None:
     sample = _sample(from_json(line.decode()))
     sample.prepare()
     sample.run()
-    os.write(1, b"ready\n")
+    say(b"ready\n")
     while os.read(0, 1):
         sample.run()
-        os.write(1, DONE)
+        say(DONE)
         sample.prepare()
 
 

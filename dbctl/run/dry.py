@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from dbctl.data.sources import open_source
+from dbctl.errors import PlanError
 from dbctl.experiment.read import load
 from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
 from dbctl.launch.ssh_words import NOWHERE, Standing
 from dbctl.plan import Plan
+from dbctl.process import one_line
 from dbctl.run.clusters import Cluster, overrides_on
 from dbctl.run.hosts import commands
 from dbctl.run.initial_run import absent
@@ -56,8 +58,13 @@ def dry_run(
     cuts = cuts_of(experiment, counts)
     # Not as many as this machine has cores for: each partition is taken to have its own.
     threads = load(path, overrides).threads or 1
-    speeds = measure(experiment, open_source(experiment.data.train), threads=threads)
-    found, n = tables(experiment, cuts, speeds), experiment.optimizer.batch_size
+    n = experiment.optimizer.batch_size
+    try:
+        speeds = measure(experiment, open_source(experiment.data.train), threads=threads)
+    except MemoryError as error:
+        fault = f"a mini-batch of {n:,} rows does not fit into memory here ({one_line(error)})"
+        raise PlanError(f"--partitions: {fault}; take a smaller batch_size") from None
+    found = tables(experiment, cuts, speeds)
     if as_json:
         forecast = as_object(found, batch_size=n, speeds=speeds)
         yield json.dumps(

@@ -27,8 +27,9 @@ from dbctl.launch.base import make_runtime
 from dbctl.optim.gradients import is_finite
 from dbctl.optim.rules import RULE_SPECS
 from dbctl.optim.updates import make_rule
+from dbctl.process import how_ended
 from dbctl.roles.base import View
-from dbctl.run.partner import LIMIT_S, partner
+from dbctl.run.partner import LIMIT_S, partner, say
 from dbctl.transport.line import socket_name
 from dbctl.transport.link import Link
 from dbctl.transport.memory import allocate
@@ -160,8 +161,8 @@ class _Asking(_End):
         message = super().next()
         if message is None:
             status = self._ended()
-            what = f"did not answer in {LIMIT_S:g} s" if status is None else f"ended with {status}"
-            raise LaunchError("link speeds", f"the other process {what}: try again")
+            how = f"did not answer in {LIMIT_S:g} s" if status is None else how_ended(status)
+            raise LaunchError("the second process that measures link speeds", f"{how}: try again")
         return message
 
     def measure(self) -> LinkSpeeds:
@@ -262,13 +263,20 @@ class _Other(_End):
 
 
 def main(runtime: str, rule: str, size: str) -> None:
+    try:
+        _answer_all(runtime, rule, size=int(size))
+    finally:  # the first process may have been killed
+        shutil.rmtree(runtime, ignore_errors=True)
+
+
+def _answer_all(runtime: str, rule: str, *, size: int) -> None:
     link = Link(
         run="speeds", node=OTHER.node, incarnation=1, listen=_endpoint(runtime, OTHER), watch_fd=0
     )
     with link:
         link.connect(ASKING.node, 1, _endpoint(runtime, ASKING))
-        other = _Other(link, rule, size=int(size))
-        print("ready", flush=True)
+        other = _Other(link, rule, size=size)
+        say(b"ready\n")
         other.run()
 
 

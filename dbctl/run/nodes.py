@@ -10,7 +10,6 @@ does not even do that is lost.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 
 from dbctl.errors import LaunchError
 from dbctl.keys import KeyRow
-from dbctl.process import EXIT_ORPHANED, tail
+from dbctl.process import EXIT_ORPHANED, how_ended, tail
 from dbctl.wire import Exited, Finish, Message
 from dbctl.wire_processes import Beat, Kill, Peers, Ready, Start
 
@@ -250,11 +249,5 @@ def why_orphaned(
 
 
 def describe_end(exited: Exited) -> str:
-    if exited.status < 0:
-        try:
-            how = f"was killed by {signal.Signals(-exited.status).name}"
-        except ValueError:
-            how = f"was killed by signal {-exited.status}"
-    else:
-        how = f"ended with exit status {exited.status}"
+    how = how_ended(exited.status)
     return f"{how}: {exited.word}" if exited.word else how

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dbctl.errors import LaunchError
 from dbctl.launch.base import python_environment
+from dbctl.process import how_ended
 
 LIMIT_S = 20.0  # until it is ready, and of a measurement
 
@@ -27,7 +28,7 @@ def partner(
 
     LaunchError: it does not come up.
     """
-    what = module.rpartition(".")[2].replace("_", " ")
+    what = f"the second process that measures {module.rpartition('.')[2].replace('_', ' ')}"
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *words],
         env={**os.environ, **python_environment(), **(env or {})},
@@ -42,11 +43,10 @@ def partner(
             if line:
                 os.write(process.stdin.fileno(), line.encode() + b"\n")
         if not select.select([process.stdout], [], [], LIMIT_S)[0]:
-            raise LaunchError(what, f"the other process was not ready in {LIMIT_S:g} s: try again")
+            raise LaunchError(what, f"was not ready in {LIMIT_S:g} s: try again")
         if not process.stdout.readline():
-            raise LaunchError(
-                what, "the other process ended before it was ready: its last words are above"
-            )
+            how = how_ended(process.wait())
+            raise LaunchError(what, f"{how} before it was ready: try again")
         yield process
     finally:
         process.stdin.close()  # its end
@@ -56,3 +56,11 @@ def partner(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def say(text: bytes) -> None:
+    """From the other process to the first; its end where there is nobody any more."""
+    try:
+        os.write(1, text)
+    except BrokenPipeError:
+        sys.exit(0)
