@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -1064,3 +1065,12 @@ def test_the_schema_refuses_what_the_reader_refuses(change: dict[str, Any]) -> N
 @given(experiments)
 def test_the_schema_takes_every_resolved_file(experiment: Experiment) -> None:
     assert fits(yaml.safe_load(to_yaml(experiment)), schema())
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    """Opening one waits for a writer, and whoever waits there hears no signal."""
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ExperimentError, match="not a regular file; write it to one"):
+        load(str(tmp_path / "pipe.yaml"))
+    with pytest.raises(ExperimentError, match="cannot be read: Is a directory"):
+        load(str(tmp_path))

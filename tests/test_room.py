@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,19 @@ def test_more_peers_need_more_files() -> None:
     cut = room.files_needed(make("partition.count=3", "shards=4"))
     assert cut[1] > 59, "measured"
     assert room.files_needed(make("replicas=300", "shards=3"))[1] > 3 * 300
+
+
+def test_many_replicas_are_counted_in_time_that_grows_with_them() -> None:
+    """Not with their square: 20 times as many once took 400 times as long, deaf to signals."""
+    plans = [make("replicas=1000"), make("replicas=20000")]
+
+    def seconds(plan: Plan) -> float:
+        began = time.thread_time()
+        room.files_needed(plan)
+        return time.thread_time() - began
+
+    few, many = (min(seconds(plan) for _ in range(2)) for plan in plans)
+    assert many < 100 * few
 
 
 def test_a_hard_limit_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:

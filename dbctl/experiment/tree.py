@@ -12,7 +12,9 @@ imported inside the function that parses.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -109,6 +111,11 @@ def resolve_scalar(text: str) -> Value:
 # ------------------------------------------------------------------------------------------ files
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    """Else the opening of a named pipe waits for a writer, deaf to signals."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_text(path: str) -> str:
     """The text of a UTF-8 file, with or without a byte order mark."""
 
@@ -116,7 +123,9 @@ def read_text(path: str) -> str:
         return ExperimentError([Problem(path, line, column, "", message)])
 
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise refuse("not a regular file; write it to one, it is read more than once")
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise refuse(f"cannot be read: {error.strerror or error}") from None

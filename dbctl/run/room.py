@@ -143,7 +143,8 @@ def files_needed(plan: Plan, *, host: str = LOCALHOST) -> tuple[str, int]:
             slices = sum(bool(plan.cut.span(p).intersection(held)) for p in range(plan.cut.count))
             of_shard[span.node] += slices * method_vectors(optimizer)
     found |= of_shard
-    most = max((name for name in found if name in here | {agent}), key=lambda name: found[name])
+    here.add(agent)
+    most = max((name for name in found if name in here), key=lambda name: found[name])
     return most, found[most]
 
 
