@@ -275,7 +275,7 @@ class TrainRun:
         self.node("agent")
 
     def until_join(self) -> None:
-        wait_for(lambda: "start worker-0.0" in self.log("agent-0"), "the order for a worker")
+        wait_for(lambda: "worker-0.0#1 started" in self.log("agent-0"), "the order for a worker")
         self.node("worker-0.0")
         assert not self.metrics("worker"), "nobody trains yet"
 
