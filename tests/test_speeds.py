@@ -349,9 +349,16 @@ def test_company_of_a_real_process_takes_at_least_as_long() -> None:
     assert 1.0 <= company.measure_company(experiment, threads=1) < 20.0
 
 
-def test_another_process_that_ends_meanwhile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_that_stands_still_or_ends_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experiment = parse(EXPERIMENT, file="small.yaml")
+    monkeypatch.setattr(company, "LIMIT_S", 0.1)
     with partner.partner("dbctl.run.company", line=to_json(experiment)) as other:
+        with pytest.raises(
+            LaunchError, match=r"measures company did not answer in 0\.1 s: try again"
+        ):
+            company._done(other)
         other.kill()
         other.wait()
         with pytest.raises(LaunchError, match="measures company has ended"):

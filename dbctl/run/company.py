@@ -80,9 +80,7 @@ def _done(other: subprocess.Popen[bytes]) -> None:
     assert other.stdout is not None
     fd = other.stdout.fileno()
     if not select.select([fd], [], [], LIMIT_S)[0]:
-        raise LaunchError(
-            "company", f"the other process did not answer in {LIMIT_S:g} s: try again"
-        )
+        raise LaunchError(OTHER, f"did not answer in {LIMIT_S:g} s: try again")
     if not os.read(fd, 1):
         raise LaunchError(OTHER, "has ended: try again")
 

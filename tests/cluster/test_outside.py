@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -29,9 +30,10 @@ def internet_sockets(pids: list[int]) -> list[str]:
     mine = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(fd)
-            if target.startswith("socket:["):
-                mine.add(target[8:-1])
+            with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+                target = os.readlink(fd)
+                if target.startswith("socket:["):
+                    mine.add(target[8:-1])
     assert mine, "they have unix sockets at least"
     found = []
     for name in ("tcp", "tcp6", "udp", "udp6"):
