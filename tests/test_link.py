@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from linked import RUN, Make, arrive, folder, make, pair, push, until
 
-from dbctl.errors import LaunchError
+from dbctl.errors import LaunchError, RunError
 from dbctl.roles.base import PlainBuffer, View
 from dbctl.transport.link import Link
 from dbctl.transport.memory import SharedBuffer
@@ -267,6 +268,29 @@ def test_a_defect_in_the_thread_reaches_the_loop(make: Make) -> None:
         shard.receive(None)
     with pytest.raises(ZeroDivisionError):
         shard.send("worker-0.0", ACK)
+
+
+@pytest.mark.parametrize("by", ["socket", "line"])
+def test_without_a_descriptor_for_what_came_the_loop_is_told(make: Make, by: str) -> None:
+    """Whoever waits for a buffer that is only dropped does so for ever."""
+    shard, worker = pair(make)
+    buffer = SharedBuffer(10, "<f4")
+    worker.send("shard-0", Cut(1))
+    arrive(shard)  # all connections are made: ZeroMQ may need no descriptor any more
+    if by == "line":
+        worker.send("shard-0", push(View(buffer, 0, 10)))
+        arrive(shard)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = os.dup(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 1, limits[1]))
+    try:
+        worker.send("shard-0", push(View(buffer, 0, 10), seq=2))
+        with pytest.raises(RunError, match=r"no descriptor left for the memory of worker-0\.0#1"):
+            arrive(shard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(taken)
+        buffer.close()
 
 
 def test_the_context_manager_closes(folder: Path) -> None:

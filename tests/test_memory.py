@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from dbctl.envelope import Shared
-from dbctl.errors import PeerError
+from dbctl.errors import PeerError, RunError
 from dbctl.roles.base import PlainBuffer, View
 from dbctl.transport import memory
 from dbctl.transport.memory import Mappings, SharedBuffer, allocate, describe
@@ -120,6 +121,32 @@ def test_close_gives_back_descriptors_and_keeps_arrays_alive() -> None:
         _ = buffer.array
     del array
     assert n_descriptors() == before
+
+
+@pytest.mark.parametrize("what", ["os.open", "mmap.mmap"])
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [(errno.EMFILE, "raise `ulimit -n`, here "), (errno.ENFILE, "close some")],
+)
+def test_no_descriptor_left_is_no_fault_of_the_peer(
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, what: str, number: int, cure: str
+) -> None:
+    """A message that were dropped for it would be waited for."""
+
+    def none_left(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    before, shared, mappings = n_descriptors(), describe(View(buffer, 0, 10)), Mappings()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"dbctl.transport.memory.{what}", none_left)
+        with pytest.raises(RunError, match="too many open files") as caught:
+            mappings.open(shared, PEER)
+    assert f"process {os.getpid()} has no descriptor left for the memory of {PEER}" in str(
+        caught.value
+    )
+    assert cure in str(caught.value)
+    assert n_descriptors() == before
+    assert mappings.open(shared, PEER).tolist() == list(range(10))
 
 
 def test_a_buffer_that_nobody_holds_leaves_no_descriptor() -> None:

@@ -10,11 +10,13 @@ from typing import Any, cast
 
 import pytest
 
+from dbctl.errors import RunError
 from dbctl.keys import KeyRow, Tcp
 from dbctl.launch.base import python_command, python_environment
-from dbctl.node.loop import Ended, Loop, assembly_bytes, build_role
+from dbctl.node import loop
+from dbctl.node.loop import Ended, Loop, assembly_bytes, build_role, run_node
 from dbctl.plan import NodeSpec
-from dbctl.process import EXIT_DONE, EXIT_FENCED, EXIT_ORPHANED, read_line
+from dbctl.process import EXIT_DONE, EXIT_FAILED, EXIT_FENCED, EXIT_ORPHANED, read_line
 from dbctl.roles.base import NEVER, NOW, Done, Effects, Record, Send
 from dbctl.shards import ShardSpan
 from dbctl.wire import Ack, Cut, Finish, Gone, Grant, Message, Peer, Return
@@ -349,6 +351,33 @@ def test_nothing_heavy_is_imported_before_the_spec_is_read() -> None:
         "asyncio",
     }
     assert not heavy & set(modules)
+
+
+def test_a_node_whose_link_has_failed_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It can tell nobody any more; its agent has the end of its log."""
+
+    class FailedLink:
+        closed = False
+
+        def __init__(self, **_: Any) -> None: ...
+
+        def start(self) -> None: ...
+
+        def close(self, linger_s: float) -> None:
+            FailedLink.closed = True
+
+        def send(self, *_: object) -> None:
+            raise RunError("no descriptor left")
+
+    monkeypatch.setattr(loop, "Link", FailedLink)
+    monkeypatch.setattr(loop, "_watch", lambda link, node: None)
+    monkeypatch.setattr(loop, "build_role", lambda spec, link: link.send())
+    assert run_node(spec()) == EXIT_FAILED
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(" shard-1 failed: RunError: no descriptor left")
+    assert FailedLink.closed
 
 
 def test_memory_for_pieces_suffices_for_all_that_send_some_at_once() -> None:

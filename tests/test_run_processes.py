@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dbctl.errors import LaunchError
+from dbctl.errors import DbctlError, LaunchError, RunError
 from dbctl.launch.base import AgentHandle
 from dbctl.run import processes as module
 from dbctl.run.nodes import Node
@@ -241,9 +241,13 @@ def test_the_rest_of_a_log_comes_before_its_agent_ends(
     assert (staged.logs / "shard-1.log").read_text() == "last words"
 
 
-def test_a_link_that_fails_keeps_nothing_from_its_end(staged: Staged) -> None:
+@pytest.mark.parametrize(
+    "error", [LaunchError("controller", "is cut off"), RunError("no descriptor left")]
+)
+def test_a_link_that_fails_keeps_nothing_from_its_end(staged: Staged, error: DbctlError) -> None:
+    """What the session has of it, or what comes when nothing depends on it any more."""
     staged.bring_up()
-    staged.link.error = LaunchError("controller", "is cut off")
+    staged.link.error = error
     assert staged.processes.say_goodbye(orderly=False, quick=True, pressed=never)
     assert staged.link.closed
 

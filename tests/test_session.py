@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from dbctl.errors import LaunchError
+from dbctl.errors import LaunchError, RunError
 from dbctl.launch.base import AgentHandle
 from dbctl.roles.base import Done, Effects, Record, Save, Send
 from dbctl.roles.leader import Leader
@@ -482,6 +482,22 @@ def test_the_saver_has_as_long_as_the_nodes_had(staged: Staged, hurried: bool) -
     staged.run(SOMETHING)
     assert staged.writer.waited_s == (SHORT_GOODBYE_S if hurried else GOODBYE_S)
     assert staged.records.saves == [last]
+
+
+@pytest.mark.parametrize(("pressed", "status"), [(False, "failed"), (True, "interrupted")])
+def test_a_controller_without_descriptors_ends_the_run(
+    staged: Staged, pressed: bool, status: str
+) -> None:
+    """As any failure does: told as the reason, nothing orderly, all closed."""
+    none_left = RunError("no descriptor left")
+
+    def fail() -> Come:
+        raise none_left
+
+    outcome = staged.run(*[staged.press] * pressed, fail)
+    assert outcome == Outcome(status=status, reason="no descriptor left", error=none_left)
+    assert staged.processes.goodbye == ()
+    assert staged.processes.closed
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, cast
@@ -92,8 +93,9 @@ def run_node(spec: NodeSpec) -> int:
     except Exception as error:
         log(spec.node, f"failed{_told(error)}")
         # To the agent too: it tells the controller of this death, with this word.
-        for to in (CONTROLLER, agent):
-            link.send(to, Failed(one_line(error)))
+        with suppress(type(error)):  # a link that has failed raises that, again and again
+            for to in (CONTROLLER, agent):
+                link.send(to, Failed(one_line(error)))
         linger_s = 1.0
         return EXIT_FAILED
     finally:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from dbctl.errors import LaunchError
+from dbctl.errors import LaunchError, RunError
 from dbctl.launch.base import AgentHandle, Launcher
 from dbctl.logs import LogFiles
 from dbctl.process import beat_s
@@ -174,13 +174,14 @@ class Processes:
         """Nodes end by themselves when the run was orderly; else, and after a while, are killed.
 
         `quick`: nobody waits long. Returns `quick`, or True where `pressed` became true meanwhile.
-        Whatever ended the link is raised, unless it is a LaunchError; it is closed all the same.
+        Whatever ended the link is raised, unless it is a LaunchError or a RunError, which was told
+        or comes too late to matter; it is closed all the same.
         """
         if self._open is None:
             return quick
         with contextlib.ExitStack() as at_end:
             at_end.callback(self._open.close, 0.2)
-            at_end.enter_context(contextlib.suppress(LaunchError))
+            at_end.enter_context(contextlib.suppress(LaunchError, RunError))
             deadline = _now() + (GOODBYE_S if orderly else SHORT_GOODBYE_S)
             self.send(self.nodes.finish() if orderly else self.nodes.kill())
             while not self.nodes.all_ended() and _now() < deadline:

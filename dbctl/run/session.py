@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from dbctl.errors import DbctlError, LaunchError
+from dbctl.errors import DbctlError, LaunchError, RunError
 from dbctl.launch.base import AgentHandle
 from dbctl.process import beat_s
 from dbctl.roles.base import Done, Effects, Record, Save, Send
@@ -120,6 +120,10 @@ class Session:
             if self._signals.count:  # who asked it to end does not wait for it to come up
                 return Outcome(status=self._signals.status)
             raise
+        except RunError as error:  # this process cannot go on: it has no descriptor left
+            self._fail(str(error), error)
+            assert self._outcome is not None
+            return self._outcome
         finally:
             self._close()
 

@@ -1,7 +1,9 @@
 """Shared memory between the processes of one host: who writes a buffer owns it, others only map it.
 
 Rules of this file: no message and no socket; a buffer has no name in any file system, so nothing is
-left whoever dies; nothing that a peer says about memory is believed before it is checked.
+left whoever dies; nothing that a peer says about memory is believed before it is checked. What is
+the peer's fault is PeerError, and its message is dropped; where no descriptor is left here it is
+RunError, because whoever waits for that message would do so for ever.
 
 Theory of operation: the owner makes a memfd, reserves all of it (`posix_fallocate`: lack of memory
 is an error here and never a SIGBUS later), maps it, and seals it: its size is fixed, and the kernel
@@ -19,13 +21,14 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import stat
 import weakref
 from collections import OrderedDict
 from pathlib import Path
 
 from dbctl.envelope import Shared
-from dbctl.errors import PeerError
+from dbctl.errors import PeerError, RunError, reason
 from dbctl.roles.base import Array, Buffer, PlainBuffer, View
 from dbctl.transport.pieces import ITEM_BYTES
 from dbctl.wire import Peer
@@ -173,7 +176,10 @@ class Mappings:
         return sum(len(maps) for maps in self._peers.values())
 
     def open(self, shared: Shared, peer: Peer) -> Array:
-        """The payload as a flat read-only array; PeerError when it is not what the header says."""
+        """The payload as a flat read-only array; PeerError when it is not what the header says.
+
+        RunError: this process has no descriptor left to map it by.
+        """
         _check_bounds(shared, peer)
         maps = self._peers.setdefault(peer, OrderedDict())
         self._peers.move_to_end(peer)
@@ -211,7 +217,7 @@ def _map_read_only(shared: Shared, peer: Peer) -> mmap.mmap:
         _check_identity(os.stat(path), shared, peer)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        raise PeerError(str(peer), f"its buffer {path} cannot be opened: {error}") from error
+        raise _fault(error, f"its buffer {path} cannot be opened", peer) from error
     try:
         _check_identity(os.fstat(fd), shared, peer)
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS != _SIZE_SEALS:
@@ -219,9 +225,21 @@ def _map_read_only(shared: Shared, peer: Peer) -> mmap.mmap:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return mmap.mmap(fd, shared.size_bytes, flags=flags, prot=mmap.PROT_READ)
     except (OSError, ValueError) as error:
-        raise PeerError(str(peer), f"its buffer {path} cannot be mapped: {error}") from error
+        raise _fault(error, f"its buffer {path} cannot be mapped", peer) from error
     finally:
         os.close(fd)
+
+
+def _fault(error: OSError | ValueError, what: str, peer: Peer) -> PeerError | RunError:
+    """The peer's, unless there is no descriptor left here, nor will there be for the next one."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        return PeerError(str(peer), f"{what}: {error}")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    cure = f"raise `ulimit -n`, here {limit:,}" if error.errno == errno.EMFILE else "close some"
+    return RunError(
+        f"process {os.getpid()} has no descriptor left for the memory of {peer}: {reason(error)}; "
+        f"{cure}, or take fewer replicas or shards"
+    )
 
 
 def _check_identity(found: os.stat_result, shared: Shared, peer: Peer) -> None:

@@ -7,6 +7,7 @@ pytorch#38174.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import time
 from pathlib import Path
@@ -140,6 +141,21 @@ def test_a_run_directory_that_is_removed_meanwhile(tmp_path: Path) -> None:
         assert "the run directory was removed meanwhile, and nothing is left to resume" in run.out
         assert "dbctl resume" not in run.out
         assert not run.dir.exists()
+
+
+def test_a_controller_that_has_no_descriptor_left(tmp_path: Path) -> None:
+    """It ends and says what to do: for a final checkpoint that it cannot map it would wait."""
+    with TrainRun(tmp_path, digits(stop={"seconds": 2})) as run:
+        run.reach("train")
+        n_open = min(len(os.listdir(f"/proc/{run.pid}/fd")) for _ in range(20))
+        # One more is what status.json takes, and too few to map a buffer by.
+        resource.prlimit(run.pid, resource.RLIMIT_NOFILE, (n_open + 1, n_open + 1))
+        assert run.finish() == 1
+        [error] = [line for line in run.err.splitlines() if line.startswith("dbctl: error: ")]
+        assert f"process {run.pid} has no descriptor left for the memory of " in error
+        assert f"raise `ulimit -n`, here {n_open + 1}, " in error
+        assert run.status()["state"] == "failed"
+        assert run.metrics("finished")[-1]["status"] == "failed"
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
