@@ -145,7 +145,8 @@ def test_a_node_is_told_apart_before_click_is_imported(word: str, module: str) -
 def test_validate_a_good_file(good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", good]) == 0
     out, err = capsys.readouterr()
-    assert out == f"{good}: ok: größe: sgd, 1 layer, 1 replica, 1 shard\n"
+    unseen = "its data are looked at by `dbctl train --dry-run`"
+    assert out == f"{good}: ok: größe: sgd, 1 layer, 1 replica, 1 shard; {unseen}\n"
     assert err == ""
 
 

@@ -130,6 +130,11 @@ def test_missing_files(tmp_path: Path) -> None:
     none = str(tmp_path / "none")
     refused(NpySource(x=none, y=none), f"{none}: no such file; give another path in data.*.x")
     refused(CsvSource(path=none, label=0), "no such file")
+    refused(
+        IdxSource(images=none, labels=f"{none}.labels"),
+        f"{none}: no such file; give another path in data.*.images",
+        f"; and {none}.labels: no such file; give another path in data.*.labels",
+    )
     fashion = "/usr/share/datasets/fashion-mnist/none"
     refused(IdxSource(images=fashion, labels=none), "apt-get install dataset-fashion-mnist")
 

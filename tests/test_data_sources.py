@@ -190,6 +190,27 @@ def test_check_says_both_numbers(tmp_path: Path) -> None:
         open_source(write_npy(tmp_path, X, Y), classes_hint=2)
 
 
+def test_what_is_wrong_with_labels_names_their_file(tmp_path: Path) -> None:
+    """Not that of the features: row, value found and what is expected are of the labels."""
+    x, targets = np.arange(30.0).reshape(5, 6), np.ones((5, 2))
+    labels = r"row 1 \(from 0\) has label 2, but the last layer has 2 units \(labels 0 to 1\)"
+    csv = "1,2,3,4,5,6,0\n1,2,3,4,5,6,2\n"
+    for spec, file in (
+        (write_idx(tmp_path, idx_bytes(X), idx_bytes(Y)), "labels"),
+        (write_npz(tmp_path, x=X, y=Y), r"data\.npz\[y\]"),
+        (write_csv(tmp_path, csv, 6), r"data\.csv"),
+    ):
+        with pytest.raises(DataError, match=rf"/{file}: {labels}"):
+            check(open_source(spec), network(units=2))
+    with pytest.raises(DataError, match=r"digits\.npz\[y\]: row \d+ \(from 0\) has label 9"):
+        check(open_source(DigitsSource(split="train")), network(features=64, units=5))
+    source = open_source(write_npy(tmp_path, x, targets))
+    with pytest.raises(DataError, match=r"/y\.npy: has 2 targets a row"):
+        check(source, network(units=3, loss="squared"))
+    with pytest.raises(DataError, match=r"/y\.npy: has float targets"):
+        check(source, network(units=2))
+
+
 def test_check_of_targets(tmp_path: Path) -> None:
     source = open_source(write_npy(tmp_path, X, np.ones((5, 2))))
     check(source, network(units=2, loss="squared"))

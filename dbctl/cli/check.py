@@ -21,7 +21,8 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
     what = f"{experiment.optimizer.type}, {counted(len(experiment.network.layers), 'layer')}"
     replicas = counted(experiment.replicas, "replica")
     sizes = f"{replicas}, {counted(experiment.shards, 'shard')}"
-    click.echo(escape_line(f"{file}: ok: {experiment.name}: {what}, {sizes}"))
+    data = "its data are looked at by `dbctl train --dry-run`"
+    click.echo(escape_line(f"{file}: ok: {experiment.name}: {what}, {sizes}; {data}"))
     if experiment.initialize_from is not None:
         from dbctl.run.initial_run import absent
 

@@ -22,7 +22,7 @@ from typing import Literal, final
 import numpy as np
 
 from dbctl.data.csv_file import read_csv
-from dbctl.data.files import file_digest
+from dbctl.data.files import file_digest, open_file
 from dbctl.data.idx import open_idx
 from dbctl.data.npy import open_npy, open_npz
 from dbctl.data.rows import Array, ArrayRows, Extent, Rows, Stored, StreamRows
@@ -50,7 +50,7 @@ class Source:
     x: `Rows` of shape (rows, features), as stored; `np.asarray(x)` reads them all.
     y: labels, int64 (rows,), or targets, floats (rows, outputs), maybe mapped.
     shape: of one row as the file has it, such as (28, 28). path: for messages.
-    y_extent: where y is in a file, if it is mapped.
+    y_extent: where y is in a file, if it is mapped. y_path: for messages, where y has its own file.
     """
 
     path: str
@@ -58,6 +58,7 @@ class Source:
     y: Array
     shape: tuple[int, ...]
     y_extent: Extent | None = None
+    y_path: str = ""
 
     @property
     def rows(self) -> int:
@@ -77,6 +78,7 @@ def open_source(spec: SourceSpec, *, classes_hint: int | None = None) -> Source:
 
     Raises DataError. Paths are taken as they are: relative ones from the working directory.
     """
+    _check_files(spec)
     match spec:
         case DigitsSource():
             source = _open_digits(spec)
@@ -106,7 +108,8 @@ def _open_digits(spec: DigitsSource) -> Source:
     is_test = np.arange(whole.rows) % 5 == 4
     keep = np.flatnonzero(is_test if spec.split == "test" else ~is_test)
     keep = keep[: _used(f"digits, split {spec.split}", len(keep), spec.rows)]
-    return Source(whole.path, ArrayRows(whole.x.take(keep)), whole.y[keep], (8, 8))
+    x_kept, y_kept = ArrayRows(whole.x.take(keep)), whole.y[keep]
+    return Source(whole.path, x_kept, y_kept, (8, 8), y_path=whole.y_path)
 
 
 def _open_csv(spec: CsvSource) -> Source:
@@ -142,7 +145,7 @@ def _join(x: Stored, y: Stored, limit: int | None) -> Source:
         values = values.reshape(-1).astype(np.int64)
     _check_values(y.path, values)
     extent = stored.extent if y.dtype.kind == "f" else None
-    return Source(x.path, x.load(n), values, x.shape[1:] or (1,), extent)
+    return Source(x.path, x.load(n), values, x.shape[1:] or (1,), extent, y.path)
 
 
 def _used(path: str, n: int, limit: int | None) -> int:
@@ -189,13 +192,13 @@ def check(
         _check_labels(source, units)
     elif network.loss != "squared":
         raise DataError(
-            source.path,
+            source.y_path or source.path,
             f"has float targets, but loss {network.loss} takes whole-number labels; "
             f"store them as integers, or use loss: squared",
         )
     elif source.y.shape[1] != units:
         raise DataError(
-            source.path,
+            source.y_path or source.path,
             f"has {source.y.shape[1]} targets a row, but the last layer has {units} units; "
             f"change its units or the data",
         )
@@ -209,10 +212,23 @@ def _check_labels(source: Source, classes: int) -> None:
     if greatest >= classes:
         row = int(np.argmax(source.y))
         raise DataError(
-            source.path,
+            source.y_path or source.path,
             f"row {row} (from 0) has label {greatest}, but the last layer has {classes} units "
             f"(labels 0 to {classes - 1}); give it at least {greatest + 1} units",
         )
+
+
+def _check_files(spec: SourceSpec) -> None:
+    """Whether all files of `spec` can be opened. Raises DataError that names each that cannot."""
+    faults = []
+    for path, key in files_of(spec):
+        try:
+            open_file(path, key).close()
+        except DataError as error:
+            faults.append(error)
+    if faults:
+        first, *more = faults
+        raise DataError(first.path, "; and ".join([first.message, *map(str, more)]))
 
 
 def files_of(spec: SourceSpec) -> list[tuple[str, str]]:
