@@ -39,6 +39,7 @@ from dbctl.run.show import (
     look,
     of_run,
     run_lines,
+    run_object,
 )
 from dbctl.run.show_logs import logs
 from dbctl.rundir import RunDir, RunInfo, create
@@ -139,6 +140,9 @@ def test_the_last_report_of_each_node_is_in_status_json(run_dir: RunDir) -> None
     records.record(Record("shard", SHARD))
     nodes = Nodes({"worker-0.0": node(), "shard-0": node(), "evaluator-0": node()}, lease_s=1.0)
     records.write_status(0.0, nodes, "running")
+    assert run_dir.read_status()["reason"] is None
+    records.write_status(0.0, nodes, "failed", reason="shard-0 died")
+    assert run_dir.read_status()["reason"] == "shard-0 died"
     records.close()
     found = run_dir.read_status()["nodes"]
     assert found["worker-0.0"]["examples_per_second"] == 2.0
@@ -201,7 +205,14 @@ def test_no_clock_says_which_life_a_status_is_of(run_dir: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"steps": "3"}, {"epochs": None}, {"nodes": []}, {"nodes": {"x": {"rss_bytes": "1"}}}]
+    "bad",
+    [
+        {"steps": "3"},
+        {"reason": 3},
+        {"epochs": None},
+        {"nodes": []},
+        {"nodes": {"x": {"rss_bytes": "1"}}},
+    ],
 )
 def test_a_status_of_another_form_is_an_error(run_dir: RunDir, bad: dict[str, Any]) -> None:
     run_dir.write_status(STATUS | bad)
@@ -214,7 +225,84 @@ def test_a_run_whose_controller_is_gone_is_lost(run_dir: RunDir) -> None:
     run_dir.write_status(STATUS)
     seen = of_run(run_dir)
     assert (seen.state, seen.is_over) == ("lost", True)
-    assert "its controller ended without a word" in list(run_lines(seen))[1]
+    assert list(run_lines(seen))[1:3] == [
+        f"its controller (process {os.getpid()} on {os.uname().nodename}) ended without a word",
+        "nothing was saved: train it anew",
+    ]
+    grow_old(run_dir, 35.0)
+    [line] = [line for line in run_lines(of_run(run_dir)) if "without a word" in line]
+    assert line.startswith("figures of 35 s ago: its controller (process ")
+
+
+def grow_old(run_dir: RunDir, age_s: float) -> None:
+    then = time.time() - age_s
+    os.utime(run_dir.status, (then, then))
+
+
+@pytest.mark.parametrize(
+    ("age_s", "line"),
+    [
+        (1.0, None),
+        (6.2, "figures of 6 s ago"),
+        (35.0, "figures of 35 s ago: its controller (process {pid} on {host}) does not answer"),
+        (125.0, "figures of 2:05 ago: its controller (process {pid} on {host}) does not answer"),
+    ],
+)
+def test_old_figures_are_not_shown_as_new_ones(
+    run_dir: RunDir, age_s: float, line: str | None
+) -> None:
+    run_dir.write_status(STATUS)
+    grow_old(run_dir, age_s)
+    seen = of_run(run_dir)
+    said = [line for line in run_lines(seen) if line.startswith("figures of ")]
+    wanted = [line.format(pid=os.getpid(), host=os.uname().nodename)] if line else []
+    assert said == wanted
+    assert run_object(seen)["age_s"] == pytest.approx(age_s, abs=2.0)
+    assert not seen.is_over
+
+
+def test_the_figures_of_a_run_that_is_over_do_not_grow_old(run_dir: RunDir) -> None:
+    run_dir.write_status(STATUS | {"state": "done"})
+    grow_old(run_dir, 35.0)
+    assert not [line for line in run_lines(of_run(run_dir)) if "ago" in line]
+    assert run_object(of_run(run_dir))["age_s"] is None
+
+
+@pytest.mark.parametrize("state", ["failed", "interrupted", "stopped", "lost"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_how_a_run_goes_on_that_did_not_end_by_itself(
+    run_dir: RunDir, state: str, saved: bool
+) -> None:
+    run_dir.write_status(STATUS | {"state": "running" if state == "lost" else state})
+    if state == "lost":
+        run_dir.write_info(dead_info())
+    if saved:
+        (run_dir.checkpoints / "step-000000040").mkdir()
+    resume = f"resume: dbctl resume {run_dir.path}"
+    wanted = resume if saved else "nothing was saved: train it anew"
+    assert wanted in list(run_lines(of_run(run_dir)))
+
+
+def test_a_directory_is_told_as_a_shell_reads_it(tmp_path: Path) -> None:
+    with create(tmp_path / "my run", "x") as found:
+        found.write_info(dead_info())
+        (found.checkpoints / "step-000000040").mkdir()
+        assert f"resume: dbctl resume '{tmp_path}/my run'" in list(run_lines(of_run(found)))
+
+
+@pytest.mark.parametrize("state", ["failed", "line_search_failed"])
+def test_why_a_run_failed(run_dir: RunDir, state: str) -> None:
+    run_dir.write_status(STATUS | {"state": state, "reason": "shard-0 on b was killed\033"})
+    assert list(run_lines(of_run(run_dir)))[1] == "cause: shard-0 on b was killed\\x1b"
+    run_dir.write_status(STATUS | {"state": state, "reason": None})
+    assert not [line for line in run_lines(of_run(run_dir)) if line.startswith("cause")]
+
+
+def test_a_run_that_goes_on_or_is_done_needs_no_advice(run_dir: RunDir) -> None:
+    (run_dir.checkpoints / "step-000000040").mkdir()
+    for state in ("running", "done", "converged"):
+        run_dir.write_status(STATUS | {"state": state})
+        assert len(list(run_lines(of_run(run_dir)))) == 4, "the first line and the nodes"
 
 
 def dead_info(**changes: Any) -> RunInfo:
@@ -226,6 +314,8 @@ def test_of_another_machine_nobody_here_knows_whether_its_controller_lives(run_d
     run_dir.write_info(dead_info(host="elsewhere"))
     run_dir.write_status(STATUS)
     assert of_run(run_dir).state == "running"
+    grow_old(run_dir, 35.0)
+    assert list(run_lines(of_run(run_dir)))[1] == "figures of 35 s ago", "nor whether it answers"
 
 
 def test_a_damaged_status_is_told(run_dir: RunDir) -> None:
@@ -295,7 +385,9 @@ def test_a_cluster_as_an_object() -> None:
 
 @pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No cluster, and no run here."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("nothing_known")
@@ -331,7 +423,57 @@ def test_a_cluster_that_is_stopped_meanwhile_is_left_out(
 ) -> None:
     monkeypatch.setattr("dbctl.run.clusters.known", lambda: ["lab"])
     assert main(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"clusters": []}
+    assert json.loads(capsys.readouterr().out) == {"clusters": [], "runs": []}
+
+
+def make_run(number: int, **status: Any) -> RunDir:
+    """runs/x/NUMBER, the newer the greater; a RunDir that holds no lock."""
+    with create(Path(f"runs/x/{number}"), "x") as found:
+        started = f"2026-01-02T03:04:{number:02d}-05:00"
+        info = RunInfo.of_this_process("r", control="/c", command=["dbctl"])
+        found.write_info(replace(info, started=started))
+        os.utime(found.path / "run.json", (1e9 + number, 1e9 + number))
+        found.write_status(STATUS | status)
+    return found
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_runs_of_here_are_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(1, state="done", test_accuracy=None)
+    grow_old(make_run(3), 35.0)
+    make_run(2, state="failed")
+    make_run(4).status.write_text("{")
+    RunDir(Path("runs/x/1")).path.rename("runs/early")  # --run-dir runs/early
+    assert main(["status"]) == 0
+    first, between, *rows, damaged = capsys.readouterr().out.splitlines()
+    assert first.startswith("no clusters; ")
+    assert between == ""
+    assert [row.split("  ") for row in (" ".join(row.split()) for row in rows)] == [
+        ["run started state steps epochs test accuracy"],
+        ["runs/x/3 2026-01-02 03:04:03 running, 35 s ago 1,200 3.25 97.50 %"],
+        ["runs/x/2 2026-01-02 03:04:02 failed 1,200 3.25 97.50 %"],
+        ["runs/early 2026-01-02 03:04:01 done 1,200 3.25 -"],
+    ]
+    assert damaged.startswith("runs/x/4/status.json: damaged")
+    assert main(["status", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["clusters"] == []
+    assert [run.get("state") for run in found["runs"]] == [None, "running", "failed", "done"]
+    assert "damaged" in found["runs"][0]["error"]
+    assert "nodes" not in found["runs"][1]
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_many_runs_are_not_all_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbctl.run.show.MOST_RUNS", 2)
+    for number in range(5):
+        make_run(number, state="done")
+    assert main(["status"]) == 0
+    *_, fourth, third, rest = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in (fourth, third)] == ["runs/x/4", "runs/x/3"]
+    assert rest == "and 3 older runs"
 
 
 @pytest.mark.usefixtures("nothing_known")

@@ -26,10 +26,10 @@ CLEAR = "\033[H\033[2J\033[3J"
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C.")
 def status(*, what: str | None, as_json: bool, watch: bool) -> int:
-    """Show all clusters, one cluster with its runs, or the nodes of a run.
+    """Show all clusters and the runs in ./runs, one cluster with its runs, or the nodes of a run.
 
-    With --watch a run is shown until it has ended. Hosts are asked over ssh: where that takes
-    longer than two seconds, so does each look.
+    Of a run that failed it says why, and how it goes on. With --watch a run is shown until it has
+    ended. Hosts are asked over ssh: where that takes longer than two seconds, so does each look.
     """
     with _until_told(watch) as told:
         _show(what, as_json=as_json, watch=watch)

@@ -12,6 +12,8 @@ from pathlib import Path
 from dbctl.errors import UsageError
 from dbctl.rundir import RunDir, open_
 
+RUNS = Path("runs")  # where they are unless --run-dir says, in the directory of who calls
+
 
 def find(path: str) -> RunDir:
     """The run in directory `path`. UsageError: there is none; it says which to give."""
@@ -24,16 +26,16 @@ def find(path: str) -> RunDir:
     try:
         return open_(given)
     except UsageError as error:
-        newest = _newest_below(given)
-        if newest is None:
+        found = runs_below(given)
+        if not found:
             raise
         raise UsageError(
-            f"{path}: not a run directory; the newest run in it is {newest}"
+            f"{path}: not a run directory; the newest run in it is {found[0]}"
         ) from error
 
 
-def _newest_below(path: Path) -> Path | None:
-    """By the time of the last change of its run.json; of runs/NAME or runs."""
+def runs_below(path: Path) -> list[Path]:
+    """The runs in runs/NAME or runs, newest first: by the last change of run.json."""
     found: list[tuple[float, Path]] = []
     for pattern in ("*/run.json", "*/*/run.json"):
         for info in path.glob(pattern):
@@ -41,4 +43,4 @@ def _newest_below(path: Path) -> Path | None:
                 found.append((os.stat(info).st_mtime, info.parent))
             except OSError:
                 continue
-    return max(found)[1] if found else None
+    return [run for _, run in sorted(found, reverse=True)]

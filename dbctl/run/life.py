@@ -235,8 +235,9 @@ class Life:
         now, figures = time.monotonic(), self.coordinator.figures
         summary = figures.summary(now)
         records.append("finished", status=outcome.status, reason=outcome.reason, **summary)
-        records.write_status(now, nodes, outcome.status)
         error = _error(outcome)
+        cause = "" if error is None else str(error).partition("\n")[0]
+        records.write_status(now, nodes, outcome.status, reason=cause)
         if error is not None:
             self.display.event("error", f"dbctl: error: {error}", {"message": str(error)})
         elif outcome.error is not None:

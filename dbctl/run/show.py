@@ -2,11 +2,14 @@
 
 Rules of this file: pure but for `of_run` and `look`, which read files and ask hosts. Words of hosts
 and files are escaped before they reach a terminal; what was not measured is `-`, in JSON null.
+How old figures are is told, and decides nothing: it is by the clock of who wrote them.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,12 +27,16 @@ from dbctl.run import clusters
 from dbctl.run.cluster_hosts import Seen
 from dbctl.run.cluster_hosts import look as look_at
 from dbctl.run.clusters import Cluster, describe_known
-from dbctl.run.find import find
-from dbctl.rundir import RunDir
+from dbctl.run.find import RUNS, find, runs_below
+from dbctl.rundir import RunDir, RunInfo
 
 Row = Sequence[str]
 LOST = "lost"  # a run whose controller ended without a word
 STARTING = "starting"
+FRESH_S = 3.0  # figures are replaced every second; of older ones their age is shown
+SILENT_S = 10.0  # a lease: whoever writes nothing for so long is not only busy
+MOST_RUNS = 20  # listed
+RUN_COLUMNS: Row = ("run", "started", "state", "steps", "epochs", "test accuracy")
 CLUSTER_COLUMNS: Row = ("cluster", "host", "state", "up", "runs")
 NODE_COLUMNS = (
     "node", "host", "state", "steps", "examples/s", "staleness", "memory", "received", "sent",
@@ -114,6 +121,7 @@ class _Status(msgspec.Struct, kw_only=True):
     """The form of what is shown of status.json."""
 
     state: str = STARTING
+    reason: str | None = None
     steps: int = 0
     epochs: float = 0.0
     examples_per_second: float | None = None
@@ -123,11 +131,19 @@ class _Status(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSeen:
-    """A run directory at one moment. `status` is status.json, `state` what can be said of it."""
+    """A run directory at one moment. `status` is status.json, `state` what can be said of it.
+
+    `age_s`: how old the figures of a run are that has no end of its own, in seconds, None where
+    there are none; `is_here`: its controller is of this machine; `is_saved`: there is a checkpoint.
+    """
 
     run_dir: str
+    info: RunInfo
     state: str
     status: dict[str, Any]
+    age_s: float | None
+    is_here: bool
+    is_saved: bool
 
     @property
     def is_over(self) -> bool:
@@ -144,14 +160,31 @@ def of_run(run_dir: RunDir) -> RunSeen:
     except msgspec.ValidationError as error:
         raise RunError(f"{run_dir.status} is not as dbctl writes it: {error}") from None
     state = str(status.get("state", STARTING))
+    is_here = info.host == os.uname().nodename
     # Only its own machine knows whether its controller lives.
-    if state in ("running", STARTING) and info.host == os.uname().nodename and not info.is_alive():
+    if state in ("running", STARTING) and is_here and not info.is_alive():
         state = LOST
-    return RunSeen(run_dir=str(run_dir.path), state=state, status=status)
+    return RunSeen(
+        run_dir=str(run_dir.path),
+        info=info,
+        state=state,
+        status=status,
+        age_s=_age_s(run_dir.status) if status and state in ("running", LOST) else None,
+        is_here=is_here,
+        is_saved=any(run_dir.checkpoints.glob("step-*")),
+    )
+
+
+def _age_s(path: Path) -> float | None:
+    try:
+        return max(0.0, time.time() - os.stat(path).st_mtime)
+    except OSError:  # removed meanwhile
+        return None
 
 
 def run_object(seen: RunSeen) -> dict[str, Any]:
-    return {**seen.status, "run_dir": seen.run_dir, "state": seen.state}
+    own = {"run_dir": seen.run_dir, "state": seen.state, "age_s": seen.age_s}
+    return {**seen.status, **own}
 
 
 def run_lines(seen: RunSeen) -> Iterator[str]:
@@ -165,12 +198,34 @@ def run_lines(seen: RunSeen) -> Iterator[str]:
     if (accuracy := status.get("test_accuracy")) is not None:
         parts.append(f"test accuracy {100 * accuracy:.2f} %")
     yield escape_line(", ".join(parts))
-    if seen.state == LOST:
-        yield "its controller ended without a word: `dbctl resume` goes on from the last checkpoint"
+    yield from map(escape_line, _remarks(seen))
     nodes = status.get("nodes", {})
     if nodes:
         rows = [NODE_COLUMNS, *(_node_row(name, node) for name, node in nodes.items())]
         yield from map(escape_line, aligned(rows, right=range(3, len(NODE_COLUMNS))))
+
+
+def _remarks(seen: RunSeen) -> Iterator[str]:
+    """How old the figures are, why it ended, and how it goes on."""
+    controller = f"its controller (process {seen.info.pid} on {seen.info.host})"
+    age = f"figures of {_ago(seen.age_s)}" if (seen.age_s or 0.0) > FRESH_S else ""
+    if seen.state == LOST:
+        yield f"{age}{age and ': '}{controller} ended without a word"
+    elif age and seen.is_here and (seen.age_s or 0.0) > SILENT_S:
+        yield f"{age}: {controller} does not answer"
+    elif age:
+        yield age
+    if seen.state in ("failed", "line_search_failed") and seen.status.get("reason"):
+        yield f"cause: {seen.status['reason']}"
+    if seen.state in (LOST, "failed", "stopped", "interrupted"):
+        resume = f"resume: dbctl resume {shlex.quote(seen.run_dir)}"
+        yield resume if seen.is_saved else "nothing was saved: train it anew"
+
+
+def _ago(age_s: float | None) -> str:
+    if age_s is None:
+        return "-"
+    return f"{age_s:.0f} s ago" if age_s < 60.0 else f"{describe_duration(age_s)} ago"
 
 
 def _node_row(name: str, node: Mapping[str, Any]) -> Row:
@@ -222,12 +277,14 @@ class Shown:
 
 
 def look(what: str | None) -> Shown:
-    """All clusters, the cluster or the run that `what` names. UsageError: it is neither.
+    """All clusters and the runs in ./runs, or the cluster or run that `what` names.
+
+    UsageError: it is neither.
 
     A cluster's name comes first: a directory of that name is ./NAME.
     """
     if what is None:
-        return _all_clusters()
+        return _everything()
     if what in clusters.known():
         cluster = clusters.read(what)
         seen = look_at(cluster)
@@ -237,6 +294,47 @@ def look(what: str | None) -> Shown:
     with find(what) as run_dir:
         run = of_run(run_dir)
     return Shown(object=run_object(run), lines=list(run_lines(run)), is_over=run.is_over)
+
+
+def _everything() -> Shown:
+    all_clusters, runs = _all_clusters(), _runs_in(RUNS)
+    between = [""] if runs.lines else []
+    lines = [*all_clusters.lines, *between, *runs.lines]
+    return Shown(object=all_clusters.object | runs.object, lines=lines)
+
+
+def _runs_in(root: Path) -> Shown:
+    """A line a run, newest first."""
+    objects, rows, faults = [], [RUN_COLUMNS], []
+    found = runs_below(root)
+    for path in found[:MOST_RUNS]:
+        try:
+            seen = of_run(RunDir(path))
+        except RunError as error:
+            objects.append({"run_dir": str(path), "error": str(error)})
+            faults.append(str(error))
+        else:
+            objects.append({k: v for k, v in run_object(seen).items() if k != "nodes"})
+            rows.append(_run_row(seen))
+    if len(found) > MOST_RUNS:
+        faults.append(f"and {counted(len(found) - MOST_RUNS, 'older run')}")
+    table = aligned(rows, right=(3, 4, 5)) if len(rows) > 1 else []
+    return Shown(object={"runs": objects}, lines=[*map(escape_line, [*table, *faults])])
+
+
+def _run_row(seen: RunSeen) -> Row:
+    status, state = seen.status, seen.state
+    if state == "running" and (seen.age_s or 0.0) > FRESH_S:
+        state = f"running, {_ago(seen.age_s)}"
+    accuracy = status.get("test_accuracy")
+    return (
+        seen.run_dir,
+        seen.info.started[:19].replace("T", " "),
+        state,
+        format(status["steps"], ",d") if "steps" in status else "-",
+        format(status["epochs"], ".2f") if "epochs" in status else "-",
+        "-" if accuracy is None else f"{100 * accuracy:.2f} %",
+    )
 
 
 def _all_clusters() -> Shown:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from dbctl.checkpoint.reader import open_checkpoint
+from dbctl.run.show import look
 from tests.cluster.runs import ENDLESS, TrainRun, digits, synthetic, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
@@ -154,7 +155,9 @@ def test_a_controller_that_has_no_descriptor_left(tmp_path: Path) -> None:
         [error] = [line for line in run.err.splitlines() if line.startswith("dbctl: error: ")]
         assert f"process {run.pid} has no descriptor left for the memory of " in error
         assert f"raise `ulimit -n`, here {n_open + 1}, " in error
-        assert run.status()["state"] == "failed"
+        cause = error.removeprefix("dbctl: error: ")
+        assert (run.status()["state"], run.status()["reason"]) == ("failed", cause)
+        assert f"cause: {cause}" in look(str(run.dir)).lines
         assert run.metrics("finished")[-1]["status"] == "failed"
 
 

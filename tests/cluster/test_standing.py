@@ -271,7 +271,10 @@ def test_a_killed_controller_ends_its_nodes_and_not_the_keeper(place: Place) -> 
         assert (host["state"], host["runs"]) == ("up", [])
         seen = Done("status", str(run.dir)).ok()
         assert "lost" in seen.splitlines()[0]
-        assert "its controller ended without a word: `dbctl resume`" in seen
+        assert f"its controller (process {run.pid} on " in seen
+        assert ") ended without a word\n" in seen
+        advice = f"resume: dbctl resume {run.dir}"
+        assert (advice if run.checkpoints() else "nothing was saved: train it anew") in seen
         shutil.rmtree(run.runtime or "", ignore_errors=True)  # the killed one's own
     shutil.rmtree(place.path / "there")  # logs that could not be sent
 
