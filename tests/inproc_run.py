@@ -28,8 +28,11 @@ from dbctl.roles.cuts import CompleteCut
 from dbctl.run.initial_run import settle
 from dbctl.run.life import Life
 from dbctl.run.methods import state_vectors
+from dbctl.run.nodes import Nodes
+from dbctl.run.records import RunRecords
 from dbctl.run.resume import prepare
-from dbctl.run.saver import put
+from dbctl.run.saver import Saved, put
+from dbctl.run.session import Outcome
 from dbctl.run.setting import (
     Origin,
     beginnings,
@@ -52,6 +55,9 @@ class SilentDisplay:
         self.warnings: list[str] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.summary: Summary | None = None
+
+    def begins(self, run_dir: str) -> None:
+        pass
 
     def progress(self, snapshot: object) -> None:
         pass
@@ -78,6 +84,7 @@ class InprocRun:
         run_dir: RunDir,
         *,
         origin: Origin,
+        lives: int = 1,
         seed: int = 0,
         faults: Faults | None = None,
     ) -> None:
@@ -92,6 +99,7 @@ class InprocRun:
             wiring=wiring,
             shipments=shipments_of(plan, None, None, directory=run_dir.path),
             needs={},
+            lives=lives,
         )
         self.coordinator = self.life.coordinator
         self.records: list[Record] = []
@@ -136,6 +144,21 @@ class InprocRun:
         assert ended, f"not done after {self.net.now:.0f} virtual seconds"
         return self.net.done[CONTROLLER]
 
+    def end(self, done: Done) -> Summary:
+        """What the last line of the life says; its last checkpoint is that of `saved`."""
+        life, display = self.life, SilentDisplay()
+        life.display = display
+        records = RunRecords(
+            life.run_dir, display, self.coordinator, run="run", now=lambda: self.net.now
+        )
+        records.saved(Saved(step=self.saved[-1], path=life.run_dir.checkpoints))
+        life._finish(
+            records, Nodes({}, lease_s=1.0), Outcome(status=done.status, reason=done.reason)
+        )
+        records.close()
+        assert display.summary is not None
+        return display.summary
+
 
 def begin(
     text: str, directory: Path, *, overrides: Sequence[str] = (), **more: Any
@@ -159,4 +182,4 @@ def go_on(run_dir: RunDir, overrides: Sequence[str] = (), **more: Any) -> Inproc
     """The next life, as `dbctl resume` prepares it."""
     found = prepare(run_dir, overrides)
     run_dir.write_resolved(to_yaml(found.plan.experiment))
-    return InprocRun(found.plan, run_dir, origin=found.origin, **more)
+    return InprocRun(found.plan, run_dir, origin=found.origin, lives=found.lives + 1, **more)

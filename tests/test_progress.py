@@ -15,16 +15,20 @@ import threading
 import time
 from dataclasses import replace
 from math import inf, nan
+from typing import Any
 
 import numpy as np
 import pytest
 
+from dbctl.experiment.read import parse
 from dbctl.progress.display import BAR_S, LINE_S, Display, make_display
 from dbctl.progress.stream import MAX_WAITING, Stream
 from dbctl.progress.text import (
+    FINISHED,
     Snapshot,
     Summary,
     describe_bar,
+    describe_changes,
     describe_duration,
     describe_summary,
     to_json,
@@ -72,7 +76,7 @@ END = "<end>"
 
 
 def on_terminal(
-    *, columns: int, clock: Clock, snapshots: list[Snapshot | str]
+    *, columns: int, clock: Clock, snapshots: list[Snapshot | str], new: str = ""
 ) -> tuple[str, list[str]]:
     """What a terminal of `columns` receives, and the lines of standard output. Text: an event."""
     master, slave = pty.openpty()
@@ -80,6 +84,8 @@ def on_terminal(
     out = io.StringIO()
     with open(slave, "w") as err:
         display = make_display(json=False, stderr_is_tty=True, out=out, err=err, clock=clock)
+        if new:
+            display.begins(new)
         for item in snapshots:
             if isinstance(item, str):
                 display.event("checkpoint", item)
@@ -154,6 +160,72 @@ def test_events_are_shown_at_once_and_results_go_to_standard_output() -> None:
         "done: 1,000 steps, 20.00 epochs, 32,000 examples in 4.2 s (7,529 examples/s)"
         " · train loss 0.01 · test loss 0.1 · test accuracy 97.22 % · runs/digits/1\n"
     )
+
+
+def test_where_a_new_run_is_kept_is_told_to_people() -> None:
+    display, out, err, _ = make_lines()
+    display.begins("runs/a\rb")
+    assert (out.getvalue(), err.getvalue()) == ("", "run directory: runs/a\\rb\n")
+    for display, out, err, _ in (make_lines(quiet=True), make_json()):
+        display.begins("runs/x")
+        display.close()
+        assert (out.getvalue(), err.getvalue()) == ("", "")
+    assert (
+        "run directory: runs/x"
+        in on_terminal(columns=80, clock=Clock(), snapshots=[], new="runs/x")[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ({}, "in 35.1 s (363 examples/s) · r"),
+        (
+            {"lives": 2, "life_examples": 4000, "life_seconds": 11.0},
+            "in 35.1 s in 2 lives; this one 4,000 in 11.0 s, 363 examples/s · r",
+        ),
+        ({"lives": 3}, "in 35.1 s in 3 lives; the last one 363 examples/s · r"),
+        ({"lives": 3, "examples_per_second": None}, "in 35.1 s in 3 lives · r"),
+    ],
+)
+def test_after_a_resume_the_last_line_says_what_is_of_this_life(
+    known: dict[str, Any], said: str
+) -> None:
+    """The totals are of all lives, the rate is not."""
+    summary = Summary(
+        run_dir="r", status="stopped", steps=750, epochs=1.5, examples=12000, seconds=35.1
+    )
+    summary = replace(summary, **{"examples_per_second": 363.2, **known})
+    assert describe_summary(summary) == f"stopped: 750 steps, 1.50 epochs, 12,000 examples {said}"
+
+
+@pytest.mark.parametrize("status", FINISHED)
+def test_every_end_of_a_runs_own_is_done(status: str) -> None:
+    assert describe_summary(replace(SUMMARY, status=status)) == describe_summary(SUMMARY)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], []),
+        (["shards=3", "replicas=2"], ["replicas 1 -> 2", "shards 1 -> 3"]),
+        (["stop={epochs: 2}"], ["stop.epochs none -> 2", "stop.steps 9 -> none"]),
+        (["stop.steps=20000", "name=b"], ["name a -> b", "stop.steps 9 -> 20,000"]),
+        (["evaluate={every: 1 epoch}"], ["evaluate.every none -> 1 epoch"]),
+        (["partition.count=2"], ["partition.count 1 -> 2"]),
+        (["cluster={launcher: ssh, hosts: [{name: a}]}"], ["another cluster"]),
+        (["network.layers=[{type: dense, units: 3}]"], ["another network.layers"]),
+    ],
+)
+def test_changes_name_the_key_and_both_values(overrides: list[str], said: list[str]) -> None:
+    text = (
+        "version: 1\nname: a\ndata:\n  train: {source: digits, split: train}\n"
+        "  test: {source: digits, split: test}\n"
+        "network: {input: [64], layers: [{type: dense, units: 10}], loss: softmax}\n"
+        "optimizer: {type: downpour, batch_size: 4, rule: {type: sgd, rate: 0.1}}\n"
+        "stop: {steps: 9}\nevaluate: off\n"
+    )
+    assert describe_changes(parse(text), parse(text, overrides=overrides)) == said
 
 
 def test_time_left_is_by_the_speed_since_the_first_snapshot() -> None:
@@ -247,6 +319,9 @@ def test_json_lines_end_with_finished_and_hold_the_promised_keys() -> None:
         "examples": 32000,
         "seconds": 4.25,
         "examples_per_second": 7529.4,
+        "lives": 1,
+        "life_examples": None,
+        "life_seconds": None,
         "train_loss": 0.01,
         "test_loss": None,
         "test_accuracy": 0.9722,

@@ -20,7 +20,9 @@ from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment
 from dbctl.launch.inproc import Faults
 from dbctl.plan import make_plan
+from dbctl.progress.text import counted
 from dbctl.region import Range
+from dbctl.roles.base import Done
 from dbctl.roles.shard import Shard
 from dbctl.run.resume import CHANGEABLE, beginnings, check_overrides, prepare
 from dbctl.rundir import RunDir
@@ -400,6 +402,61 @@ def test_the_data_were_changed(done: RunDir) -> None:
         prepare(done)
 
 
+# ------------------------------------------------------------------------------------ what is told
+
+
+@pytest.mark.parametrize("n_push", [1, 7])
+def test_steps_that_a_resume_does_again_are_told(n_push: int, tmp_path: Path) -> None:
+    """Ctrl-C while gradients are gathered: the line counts the steps, the checkpoint does not."""
+    overrides = ["replicas=2", f"optimizer.n_push={n_push}", f"optimizer.n_fetch={n_push}"]
+    run_dir, run = begin(TEXT, tmp_path / "r", overrides=[*overrides, "stop.steps=90"])
+    summary = run.end(run.run(interrupt_at=10))
+    n_again = summary.steps - newest(run_dir).manifest.step
+    said = f"`dbctl resume {run_dir.path}` goes on from step {run.saved[-1]}"
+    if n_push > 1:
+        assert n_again > 1
+        said += f" and does {n_again} steps again, whose pushes were not sent"
+    assert summary.notes == (said,)
+
+
+def test_steps_after_an_older_checkpoint_are_done_again_whatever_was_sent(tmp_path: Path) -> None:
+    overrides = ["checkpoint.every=5 steps", "stop.steps=90"]
+    _, run = begin(TEXT, tmp_path / "r", overrides=overrides)
+    figures = run.coordinator.figures
+    assert run.net.run(until=lambda: run.saved and figures.steps > run.saved[-1], limit_s=1e3)
+    summary = run.end(Done("interrupted", "stopped at once"))
+    n_again = summary.steps - run.saved[-1]
+    assert summary.notes[0] == "the final checkpoint was not taken: stopped at once"
+    assert summary.notes[1].endswith(
+        f"step {run.saved[-1]} and does {counted(n_again, 'step')} again"
+    )
+
+
+def test_the_last_line_tells_this_life_from_all(tmp_path: Path) -> None:
+    """Examples and seconds are of all lives, the rate is of the last."""
+    run_dir, first = begin(TEXT, tmp_path / "r")
+    begun = first.end(first.run(interrupt_at=7))
+    assert (begun.lives, begun.life_examples) == (1, begun.examples)
+    for lives, stop in ((2, 30), (3, 40)):
+        run = go_on(run_dir, [f"stop.steps={stop}"])
+        summary = run.end(run.run())
+        assert summary.lives == lives
+        assert summary.life_examples == summary.examples - begun.examples
+        assert summary.life_seconds == pytest.approx(summary.seconds - begun.seconds)
+        assert summary.life_examples == pytest.approx(
+            (summary.examples_per_second or 0) * (summary.life_seconds or 0)
+        )
+        begun = summary
+
+
+def test_what_is_set_anew_is_told(done: RunDir) -> None:
+    found = prepare(done, ["shards=2", "stop.steps=9", "min_replicas=1"])
+    assert found.changed == ["shards 1 -> 2", "stop.steps 4 -> 9"]
+    assert prepare(done).changed == []
+    changed(done, "shards: 1", "shards: 0")
+    assert prepare(done, ["shards=2"]).changed == []  # nothing is known of the life before
+
+
 # ---------------------------------------------------------------------------------- finished runs
 
 
@@ -453,6 +510,10 @@ def test_a_finished_run_says_so_in_json(done: RunDir, capsys: pytest.CaptureFixt
     fields = json.loads(line)
     assert (fields["event"], fields["status"], fields["steps"]) == ("finished", "done", 4)
     assert "had finished already" in fields["notes"][0]
+    assert fields["lives"] == len(fields["notes"]) == 1
+    assert main(["resume", str(done.path), "--json", "--set", "shards=2"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["notes"][1] == "of no effect, as nothing is trained: shards 1 -> 2"
 
 
 @pytest.mark.parametrize(

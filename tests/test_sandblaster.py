@@ -322,11 +322,14 @@ def test_a_run_converges_and_says_so(tmp_path: Path) -> None:
     assert done.status == "converged"
     assert iterations(run)[-1]["gradient_norm"] <= 0.2
     assert leader(run).figures.steps < 20
+    assert run.end(done).notes == (f"converged: {done.reason}",)
+    assert "gradient norm" in done.reason
 
 
 def test_passes_end_a_run_too(tmp_path: Path) -> None:
     _, run = begin(TEXT.replace("steps: 20", "epochs: 6"), tmp_path / "run")
     assert run.run() == Done("max_iterations", "epochs")
+    assert "stop.epochs (6) was reached" in run.end(Done("max_iterations", "epochs")).notes
     assert 6 <= leader(run).figures.epochs < 9
 
 

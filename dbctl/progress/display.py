@@ -39,6 +39,9 @@ Clock = Callable[[], float]
 class Display(Protocol):
     """Where a run tells what happens. No method raises because of a stream."""
 
+    def begins(self, run_dir: str) -> None:
+        """A new run, and where it is kept: for people, who may want to look while it goes on."""
+
     def progress(self, snapshot: Snapshot) -> None: ...
 
     def event(self, name: str, text: str, fields: Mapping[str, Any] | None = None) -> None:
@@ -87,6 +90,9 @@ class LineDisplay:
         self._pace = _Pace(LINE_S, clock)
         self._eta = _Eta(clock)
 
+    def begins(self, run_dir: str) -> None:
+        self.event("begins", f"run directory: {run_dir}")
+
     def progress(self, snapshot: Snapshot) -> None:
         if self._quiet or not self._pace.due():
             return
@@ -121,6 +127,9 @@ class BarDisplay:
         self._bar: Any = None
         self._newest: Snapshot | None = None
         self._is_ending = False
+
+    def begins(self, run_dir: str) -> None:
+        self._above(lambda: self._lines.begins(run_dir))
 
     def progress(self, snapshot: Snapshot) -> None:
         self._newest = snapshot
@@ -181,6 +190,9 @@ class JsonDisplay:
         self._out = out
         self._quiet = quiet
         self._pace = _Pace(LINE_S, clock)
+
+    def begins(self, run_dir: str) -> None:
+        """Nothing: run.json is there for scripts, and `finished` names the directory."""
 
     def progress(self, snapshot: Snapshot) -> None:
         if not self._quiet and self._pace.due():

@@ -8,13 +8,15 @@ was not measured is None, and so is what is not a number in JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import isfinite
 from typing import Any
 
+from dbctl.experiment.specs import Every
 from dbctl.process import escape_line
 
 _LONG = ("accuracy", "examples/s", "staleness")
+FINISHED = ("done", "converged", "max_iterations")  # a run's own ends, all of them "done" in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,11 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The end of a run; None: not measured. `notes` are what the last line must say besides."""
+    """The end of a run; None: not measured. `notes` are what the last line must say besides.
+
+    Steps, epochs, examples and seconds are of all `lives`; `life_examples`, `life_seconds` and the
+    rate of the last one.
+    """
 
     run_dir: str
     status: str
@@ -64,6 +70,9 @@ class Summary:
     examples: int
     seconds: float
     examples_per_second: float | None = None
+    lives: int = 1
+    life_examples: int | None = None
+    life_seconds: float | None = None
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
@@ -134,10 +143,9 @@ def _figures(snapshot: Snapshot, *, short: bool) -> list[tuple[int, str]]:
 def describe_summary(summary: Summary) -> str:
     """The results line: one line, whatever the notes hold."""
     s = summary
-    speed = f" ({s.examples_per_second:,.0f} examples/s)" if s.examples_per_second else ""
     parts = [
-        f"{s.status}: {s.steps:,} steps, {s.epochs:.2f} epochs, {s.examples:,} examples "
-        f"in {s.seconds:.1f} s{speed}"
+        f"{'done' if s.status in FINISHED else s.status}: {s.steps:,} steps, {s.epochs:.2f} epochs,"
+        f" {s.examples:,} examples in {s.seconds:.1f} s{_of_lives(s)}"
     ]
     if s.train_loss is not None:
         parts.append(f"train loss {_number(s.train_loss)}")
@@ -147,6 +155,38 @@ def describe_summary(summary: Summary) -> str:
         parts.append(f"test accuracy {_percent(s.test_accuracy, 2)}")
     parts += [*s.notes, s.run_dir]
     return escape_line(" · ".join(parts))
+
+
+def _of_lives(summary: Summary) -> str:
+    """The rate, and where it is not that of all examples and seconds, of which."""
+    s = summary
+    rate = [f"{s.examples_per_second:,.0f} examples/s"] if s.examples_per_second else []
+    if s.lives == 1:
+        return f" ({rate[0]})" if rate else ""
+    whose, own = "the last one", []
+    if s.life_examples is not None and s.life_seconds is not None:
+        whose, own = "this one", [f"{s.life_examples:,} in {s.life_seconds:.1f} s"]
+    last = f"; {whose} {', '.join([*own, *rate])}" if own or rate else ""
+    return f" in {s.lives} lives{last}"
+
+
+def describe_changes(before: Any, now: Any, key: str = "") -> list[str]:
+    """What differs between two specs: `shards 2 -> 3`, and of what is no single value its key."""
+    if before == now:
+        return []
+    specs = [v for v in (before, now) if is_dataclass(v) and not isinstance(v, Every)]
+    if len(specs) == 2 and type(before) is type(now):
+        keys = [(field.name, f"{key}.{field.name}".lstrip(".")) for field in fields(now)]
+        return [
+            c for n, k in keys for c in describe_changes(getattr(before, n), getattr(now, n), k)
+        ]
+    if specs or isinstance(now, tuple):
+        return [f"another {key}"]
+    return [f"{key} {_value(before)} -> {_value(now)}"]
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 def counted(number: int, noun: str) -> str:

@@ -25,7 +25,7 @@ from dbctl.launch.base import Launcher, make_runtime
 from dbctl.launch.ssh_words import NOWHERE, Standing
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
-from dbctl.progress.text import Summary
+from dbctl.progress.text import FINISHED, Summary, counted
 from dbctl.roles.base import Save
 from dbctl.roles.cuts import CompleteCut
 from dbctl.run.findings import Needs
@@ -51,7 +51,6 @@ from dbctl.run.signals import Signals
 from dbctl.run.wiring import UNENCRYPTED, Wiring
 from dbctl.rundir import RunDir, RunInfo
 
-FINISHED = ("done", "converged", "max_iterations")
 EXIT_CODES = {
     **dict.fromkeys(FINISHED, 0),
     "failed": 1,
@@ -73,7 +72,8 @@ class Life:
 
     `data` is the digest of the training data: every checkpoint keeps it. `wiring`: which nodes
     share a host. `shipments`: what hosts are sent of the data; `needs`: what they must have.
-    `standing`: who starts the agents there, of a cluster that stays up.
+    `standing`: who starts the agents there, of a cluster that stays up. `lives`: how many made the
+    run's figures, this one with them.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Life:
         shipments: Shipments,
         needs: Mapping[str, Needs],
         standing: Standing = NOWHERE,
+        lives: int = 1,
     ) -> None:
         self.plan = plan
         self.shipments = shipments
@@ -97,6 +98,7 @@ class Life:
         self.run_dir = run_dir
         self.display = display
         self.origin = origin
+        self.lives = lives
         self.run_id = new_run_id()
         self.coordinator = leader_of(plan, origin)
         self._digest = network_digest(plan.experiment)
@@ -129,6 +131,8 @@ class Life:
                     encryption=self.wiring.encryption,
                 )
             )
+            if not self.origin.restore:
+                self.display.begins(str(self.run_dir.path))
             processes = Processes(
                 run=self.run_id,
                 runtime=runtime,
@@ -219,6 +223,7 @@ class Life:
                     "dropped_pushes": cut.dropped,
                     "status": self.coordinator.status,
                     "finished": cut.final and self.coordinator.status in FINISHED,
+                    "lives": self.lives,
                     "stop": asdict(self.experiment.stop),
                     "data": self._data,
                     "test_accuracy": figures.test_accuracy,
@@ -244,7 +249,15 @@ class Life:
             self.display.warn(f"no final checkpoint: {outcome.error}")
         notes = tuple(self._notes(outcome, records))
         self.display.finished(
-            Summary(run_dir=str(self.run_dir.path), status=outcome.status, notes=notes, **summary)
+            Summary(
+                run_dir=str(self.run_dir.path),
+                status=outcome.status,
+                notes=notes,
+                lives=self.lives,
+                life_examples=figures.examples - self.origin.examples,
+                life_seconds=figures.seconds(now) - self.origin.seconds,
+                **summary,
+            )
         )
         return EXIT_CODES[outcome.status]
 
@@ -257,8 +270,8 @@ class Life:
         if outcome.status in ("stopped", "interrupted") and outcome.reason:
             unsaved = "" if self.coordinator.is_saved else "the final checkpoint was not taken: "
             notes.append(f"{unsaved}{outcome.reason}")
-        if outcome.status == "max_iterations":
-            notes.append(f"by stop.{outcome.reason}")
+        if outcome.status in FINISHED and outcome.reason:
+            notes.append(self._why_done(outcome))
         if (error := _error(outcome)) is not None:
             notes.append(str(error).partition("\n")[0])
         if diverged := records.watch_divergence():
@@ -270,6 +283,13 @@ class Life:
         if isinstance(outcome.error, LaunchError) and (left := self._left_on(outcome.error)):
             notes.append(f"logs that could not be sent stay there: {left}")
         return notes
+
+    def _why_done(self, outcome: Outcome) -> str:
+        """Of a run that reached an end of its own, which one."""
+        if outcome.status == "converged":
+            return f"converged: {outcome.reason}"
+        limit = getattr(self.experiment.stop, outcome.reason)
+        return f"stop.{outcome.reason} ({limit:,}) was reached"
 
     def _left_on(self, error: LaunchError) -> str:
         """Where logs of hosts lie whose agents ended early; "" where there are none."""
@@ -285,10 +305,20 @@ class Life:
             return f"{gone}: train it anew"
         resume = f"`dbctl resume {shlex.quote(str(self.run_dir.path))}`"
         if records.checkpoint is not None:
-            return f"{resume} goes on from step {records.checkpoint.step:,}"
+            step = records.checkpoint.step
+            return f"{resume} goes on from step {step:,}{self._again(step, records)}"
         if self.origin.restore:
             return f"{resume} goes on from the earlier checkpoint"
         return "nothing was saved: train it anew"
+
+    def _again(self, step: int, records: RunRecords) -> str:
+        """Which of the steps counted a resume from `step` does once more; "" where none."""
+        n_again = self.coordinator.figures.steps - step
+        if n_again <= 0:
+            return ""
+        is_newest = self.coordinator.is_saved and not records.save_error
+        why = ", whose pushes were not sent" if is_newest else ""
+        return f" and does {counted(n_again, 'step')} again{why}"
 
 
 def _error(outcome: Outcome) -> DbctlError | str | None:

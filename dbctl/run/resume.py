@@ -18,7 +18,7 @@ from dbctl.checkpoint.layout import Manifest, ReplicaRow
 from dbctl.checkpoint.reader import Checkpoint, newest_good
 from dbctl.data.order import steps_per_epoch
 from dbctl.data.sources import Source, digest
-from dbctl.errors import CheckpointError, RunError, UsageError
+from dbctl.errors import CheckpointError, ExperimentError, RunError, UsageError
 from dbctl.experiment.read import load
 from dbctl.experiment.resolve import to_yaml
 from dbctl.experiment.shape import fields_of, keys_below
@@ -27,7 +27,7 @@ from dbctl.experiment.words import nearest, unknown_key
 from dbctl.model.network import tensors
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
-from dbctl.progress.text import Summary
+from dbctl.progress.text import Summary, describe_changes
 from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.clusters import Cluster, overrides_on, standing_on
 from dbctl.run.find import find
@@ -71,6 +71,7 @@ class Resumption:
 
     `finished`: the checkpoint is the last one of a run that reached its stop, and no later one is
     given. `train` and `test` are the rows, `data` is the digest of those of `train`.
+    `changed`: what is set anew, in words.
     """
 
     plan: Plan
@@ -79,10 +80,16 @@ class Resumption:
     warnings: list[str]
     rows_left_out: int
     finished: bool
+    changed: list[str]
     train: Source
     test: Source | None
     data: str
     wiring: Wiring
+
+    @property
+    def lives(self) -> int:
+        """How many made the figures of the checkpoint."""
+        return int(self.checkpoint.manifest.extra.get("lives", 1))
 
 
 def resume(
@@ -109,8 +116,7 @@ def resume(
         for warning in found.warnings:
             display.warn(warning)
         if found.finished:
-            stop = found.plan.experiment.stop
-            display.finished(_already_finished(run_dir, found.checkpoint.manifest, stop))
+            display.finished(_already_finished(run_dir, found))
             display.close()
             return 0
         if bootstrap:
@@ -138,6 +144,7 @@ def resume(
             ),
             needs=needs_of(found.plan, found.train, found.test, encrypted=found.wiring.encrypted),
             standing=standing_on(cluster, found.plan.experiment, run_dir.path),
+            lives=found.lives + 1,
         )
         life.coordinator.figures.first_loss = found.checkpoint.manifest.extra.get("first_loss")
         return life.run(signals, lease_s=lease_s, factories=factories)
@@ -180,6 +187,7 @@ def prepare(
         warnings=warnings,
         rows_left_out=left_out,
         finished=_is_finished(manifest, experiment.stop),
+        changed=_changed(run_dir, experiment),
         train=train,
         test=test,
         data=data,
@@ -283,6 +291,16 @@ def _check_row(row: ReplicaRow, per_epoch: int) -> None:
         )
 
 
+# ------------------------------------------------------------------------------------ what is told
+
+
+def _changed(run_dir: RunDir, experiment: Experiment) -> list[str]:
+    """What of `experiment` is not as the life before had it; nothing where that is not readable."""
+    with contextlib.suppress(ExperimentError):  # what was wrong in it may have been set anew
+        return describe_changes(load(str(run_dir.resolved)), experiment)
+    return []
+
+
 # ------------------------------------------------------------------------------------ a later stop
 
 
@@ -325,8 +343,12 @@ def _what_next(manifest: Manifest, stop: StopSpec) -> str:
     return f"had finished already by {met}: it goes on with a later one, {sets}"
 
 
-def _already_finished(run_dir: RunDir, manifest: Manifest, stop: StopSpec) -> Summary:
+def _already_finished(run_dir: RunDir, found: Resumption) -> Summary:
     """The last line again; what only the last life knew comes from its status, if it is of it."""
+    manifest = found.checkpoint.manifest
+    notes = [_what_next(manifest, found.plan.experiment.stop)]
+    if found.changed:
+        notes.append(f"of no effect, as nothing is trained: {', '.join(found.changed)}")
     known: dict[str, float] = {}
     with contextlib.suppress(RunError):  # it is never flushed: a loss of power may cut it
         status = run_dir.read_status()
@@ -340,28 +362,32 @@ def _already_finished(run_dir: RunDir, manifest: Manifest, stop: StopSpec) -> Su
         examples=manifest.examples,
         seconds=manifest.seconds,
         examples_per_second=known.get("examples_per_second"),
+        lives=found.lives,
         train_loss=known.get("train_loss"),
         test_loss=known.get("test_loss"),
         test_accuracy=known.get("test_accuracy"),
-        notes=(_what_next(manifest, stop),),
+        notes=tuple(notes),
     )
 
 
 def _tell(display: Display, found: Resumption) -> None:
     manifest, path = found.checkpoint.manifest, found.checkpoint.path
     dropped = manifest.extra.get("dropped_pushes", 0)
+    replicas = found.plan.experiment.replicas
     parts = [f"going on from step {manifest.step:,} ({path.name})"]
+    parts += [c for c in found.changed if not (found.rows_left_out and c.startswith("replicas "))]
     if dropped:
         parts.append(f"pushes dropped, as not every shard had applied them: {dropped:,}")
     if found.rows_left_out:
         parts.append(
-            f"replicas go from {len(manifest.rows)} to {found.plan.experiment.replicas}: the begun "
-            f"epoch is cut short by {found.rows_left_out:,} rows"
+            f"replicas {len(manifest.rows)} -> {replicas}: the begun epoch is cut short by "
+            f"{found.rows_left_out:,} rows"
         )
     fields = {
         "step": manifest.step,
         "path": str(path),
         "dropped_pushes": dropped,
         "rows_left_out": found.rows_left_out,
+        "changed": found.changed,
     }
     display.event("resume", "; ".join(parts), fields)

@@ -171,7 +171,9 @@ def test_a_node_that_does_not_come_up(
         begin = time.monotonic()
         assert run.finish(20.0) == 3
         assert time.monotonic() - begin < 10.0
-        assert run.err.startswith(f"dbctl: error: {node} on localhost ended with ")
+        told, first, *_ = run.err.splitlines()
+        assert told == f"run directory: {run.dir}"
+        assert first.startswith(f"dbctl: error: {node} on localhost ended with ")
         for word in (*words, f"{run.dir}/logs/{node}.log"):
             assert word in run.err
         assert len(run.err.splitlines()) < 30

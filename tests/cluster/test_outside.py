@@ -87,7 +87,9 @@ def test_into_a_file(tmp_path: Path) -> None:
             assert b"\x1b" not in data
         assert run.out.count("\n") == 1
         assert run.out.startswith("done: ")
-        assert run.err.startswith("epoch 0.00/6  step 0")
+        told, first, *_ = run.err.splitlines()
+        assert told == f"run directory: {run.dir}"
+        assert first.startswith("epoch 0.00/6  step 0")
         assert "warning" not in run.err
         assert len(run.err.splitlines()) < 20
 

@@ -72,7 +72,9 @@ def test_ten_and_ten_are_twenty(tmp_path: Path) -> None:
     whole = train(tmp_path, "whole", experiment, "--set", "stop.steps=20", "--set", "stop.epochs=9")
     cut = train(tmp_path, "cut", experiment, "--set", "stop={steps: 10}")
     given = (cut / "experiment.yaml").read_bytes()
-    finished = resume(cut, "--set", "stop.steps=20", "--set", "shards=3")[-1]
+    first, *_, finished = resume(cut, "--set", "stop.steps=20", "--set", "shards=3")
+    assert first["text"].endswith("; shards 1 -> 3; stop.steps 10 -> 20")
+    assert (finished["lives"], finished["life_examples"]) == (2, finished["examples"] // 2)
     assert (finished["event"], finished["status"], finished["steps"]) == ("finished", "done", 20)
     assert finished["examples"] == newest(whole).manifest.examples
     assert contents(cut) == contents(whole)
