@@ -31,6 +31,7 @@ from pathlib import Path
 
 from dbctl.agent_options import LET_GO, make_directories, parse, told
 from dbctl.children import Children
+from dbctl.forks import forks_here
 from dbctl.greeting import Greeting
 from dbctl.logs import LogSender
 from dbctl.process import (
@@ -154,6 +155,7 @@ class Agent:
                 time.sleep(0.005)
         for (node, _), child in self.children.running.items():
             log(self.name, f"{node} (pid {child.process.pid}) was killed but does not end")
+        self.children.close()
 
 
 def _became(order: Start, answer: Started | Exited | None) -> str:
@@ -215,7 +217,8 @@ def take_orders(options: argparse.Namespace, greeting: Greeting, *, logs: LogSen
         watch_fd=0,
         on_trouble=partial(log, options.name),
     )
-    agent = Agent(link, Children(Path(options.logs)), name=options.name, logs=logs)
+    children = Children(Path(options.logs), forks_here(options.name))
+    agent = Agent(link, children, name=options.name, logs=logs)
     agent.handle_signals()
     agent.on_orders = greeting.close
     link.start()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
+from dbctl.forks import Forked, Forks
 from dbctl.process import SPEC_BYTES_MAX, one_line, tail
 from dbctl.transport.line import NODE_NAME
 from dbctl.wire import Exited, Peer
@@ -36,7 +37,7 @@ Key = tuple[str, int]
 class Child:
     """One node's process. `log_start`: where this incarnation's text begins in its log."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log_path: Path
     log_start: int
     kill_at: float = inf
@@ -65,6 +66,7 @@ class Children:
     """The processes of this host, by node and incarnation, and how the ended ones ended."""
 
     logs: Path
+    forks: Forks | None = None  # None: each node is a program of its own
     running: dict[Key, Child] = field(default_factory=dict)
     ended: dict[Key, Exited] = field(default_factory=dict)
 
@@ -82,7 +84,7 @@ class Children:
             if node == order.node:  # an earlier life: it may change nothing any more
                 child.signal_group(signal.SIGKILL)
         try:
-            child = self.running[key] = spawn(order, self.logs)
+            child = self.running[key] = spawn(order, self.logs, self.forks)
         except (OSError, ValueError) as error:
             word = f"cannot start {order.argv[0] if order.argv else 'nothing'}: {one_line(error)}"
             self.ended[key] = Exited(*key, CANNOT_START, "", word)
@@ -143,10 +145,17 @@ class Children:
             self.ended[key] = Exited(*key, status, text, child.word)
             new.append(self.ended[key])
             del self.running[key]
+        if self.forks is not None:
+            self.forks.reap({child.process.pid for child in self.running.values()})
         return new
 
+    def close(self) -> None:
+        """Once all have ended: nothing that could start another is left."""
+        if self.forks is not None:
+            self.forks.close()
 
-def spawn(order: Start, logs: Path) -> Child:
+
+def spawn(order: Start, logs: Path, forks: Forks | None = None) -> Child:
     """One node: own session, spec on its standard input, both outputs appended to its log.
 
     OSError: no such program, no more processes or memory, an unwritable log. ValueError: a name
@@ -162,7 +171,8 @@ def spawn(order: Start, logs: Path) -> Child:
     log_path = logs / f"{order.node}.log"
     with open(log_path, "ab") as output:
         log_start = output.tell()
-        process = subprocess.Popen(
+        forked = None if forks is None else forks.start(order, output.fileno())
+        process = forked or subprocess.Popen(
             order.argv,
             env={**os.environ, **dict(order.env)},
             stdin=subprocess.PIPE,

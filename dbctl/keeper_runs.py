@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from dbctl.process import clear_runtime, one_line, signals_held
+from dbctl.process import TEMPLATE, clear_runtime, one_line, signals_held
 from dbctl.proctree import Process, children_of
 from dbctl.visitors import N_DESCRIPTORS, Visitor, note, tell
 
@@ -61,6 +61,7 @@ class Run:
             {"node": node_name(one.words), "pid": one.pid, "rss_bytes": one.rss_bytes,
              "seconds": round(one.age_s, 1)}
             for one in children
+            if node_name(one.words) != TEMPLATE
         ]  # fmt: skip
         return {
             **self.told,

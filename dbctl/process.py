@@ -28,6 +28,11 @@ EXIT_ORPHANED = 5  # its agent is gone
 # The spec on a node's standard input: what a pipe may be made to hold, so that writing never waits.
 SPEC_BYTES_MAX = 1 << 20
 
+# The name of a node that only forks others (dbctl/forks.py): as long as the longest name that is
+# forked, since a node writes its own over it, for `ps`.
+TEMPLATE = "template".ljust(64, ".")
+TEMPLATE_IDLE_S = 5.0  # it ends when it was not asked for so long
+
 # Who starts a process, or asks it, says at once what it wants.
 LINE_LIMIT_S = 60.0
 

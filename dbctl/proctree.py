@@ -42,7 +42,8 @@ def children_of(parents: Collection[int]) -> dict[int, list[Process]]:
             command = (PROC / str(pid) / "cmdline").read_bytes().decode("utf-8", "replace")
             age_s = up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
             rss_bytes = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-            found[parent].append(Process(pid, command.split("\0")[:-1], age_s, rss_bytes))
+            words = command.rstrip("\0").split("\0")  # a forked node's has more of them at its end
+            found[parent].append(Process(pid, words, age_s, rss_bytes))
     return found
 
 

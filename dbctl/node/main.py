@@ -17,9 +17,11 @@ import os
 import signal
 
 from dbctl.process import (
+    EXIT_DONE,
     EXIT_FAILED,
     EXIT_ORPHANED,
     SPEC_BYTES_MAX,
+    TEMPLATE,
     end_with_parent,
     leave_signals,
     log,
@@ -34,12 +36,21 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         log("node", f"expected one argument, the node's name, found {len(argv)}")
         return EXIT_FAILED
-    name = argv[0]
+    name, is_forked = argv[0], argv[0] == TEMPLATE
     end_with_parent(signal.SIGKILL)
+    if is_forked:
+        from dbctl.node.template import wait_for_name
+
+        forked = wait_for_name()
+        if forked is None:
+            return EXIT_DONE
+        name = forked
     line = read_line(0, SPEC_BYTES_MAX)
     if line is None:
         log(name, f"no spec of at most {SPEC_BYTES_MAX} bytes on standard input: the agent is gone")
         return EXIT_ORPHANED
+    if is_forked:  # by now the agent is its parent, and no fork inherits this
+        end_with_parent(signal.SIGKILL)
 
     import msgspec
 

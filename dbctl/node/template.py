@@ -1,0 +1,99 @@
+"""A node before it knows which one it is: it imports, and forks one at each request.
+
+Rules of this file: one thread, no link, no lock and nothing random before the fork. What is asked
+and why the fork forks is in dbctl/forks.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import importlib
+import os
+import select
+import socket
+import sys
+
+from dbctl.forks import PID
+from dbctl.process import TEMPLATE, TEMPLATE_IDLE_S
+
+IMPORTED = ("dbctl.node.loop", "dbctl.node.build")
+NAME_BYTES_MAX = len(TEMPLATE)
+_STAT_ARG_START = 48 - 3  # of the fields after the program's name (proc_pid_stat(5))
+
+
+def wait_for_name() -> str | None:
+    """Returns in each new node, with its name; None where nothing more is asked for.
+
+    Standard input is the socket of requests before and the node's own after, as the two outputs.
+    """
+    for module in IMPORTED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a node would write to, and so copy, what all share
+    line = socket.socket(fileno=0)
+    while select.select([line], [], [], TEMPLATE_IDLE_S)[0]:
+        name, files, _, _ = socket.recv_fds(line, NAME_BYTES_MAX, 2)
+        if not name:
+            break
+        ours, theirs = os.pipe()
+        number = _fork_away(theirs)
+        if number == 0:
+            os.close(ours)
+            line.detach()
+            _become(name, files)
+            os.write(theirs, PID.pack(os.getpid()))
+            os.close(theirs)
+            return name.decode()
+        for file in (theirs, *files):
+            os.close(file)
+        answer = os.read(ours, PID.size) or PID.pack(-errno.EAGAIN)
+        os.close(ours)
+        if number > 0:
+            os.waitpid(number, 0)
+        line.send(answer)  # by now the node leads its session, and is the agent's child
+    return None
+
+
+def _fork_away(report: int) -> int:
+    """Forks a grandchild: 0 in it, here the number of the fork between, which ends at once.
+
+    Where there is no room for either, `report` is told an errno below zero, and -1 is returned.
+    """
+    try:
+        middle = os.fork()
+        if middle != 0:
+            return middle
+    except OSError as error:
+        os.write(report, PID.pack(-(error.errno or errno.EAGAIN)))
+        return -1
+    try:
+        if os.fork() == 0:
+            return 0
+    except OSError as error:
+        os.write(report, PID.pack(-(error.errno or errno.EAGAIN)))
+    os._exit(0)
+
+
+def _become(name: bytes, files: list[int]) -> None:
+    os.setsid()
+    spec, log = files
+    os.dup2(spec, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(spec)
+    os.close(log)
+    sys.argv[-1] = name.decode()
+    with contextlib.suppress(OSError, ValueError):
+        _retitle(name)
+
+
+def _retitle(name: bytes) -> None:
+    """Puts the name where the kernel reads this process's command line."""
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = map(int, fields[_STAT_ARG_START : _STAT_ARG_START + 2])
+    at = ctypes.string_at(start, end - start).rindex(TEMPLATE.encode())
+    ctypes.memmove(start + at, name.ljust(len(TEMPLATE), b"\0"), len(TEMPLATE))
