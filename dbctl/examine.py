@@ -23,7 +23,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -155,6 +154,8 @@ def packages() -> dict[str, str]:
 
 def _version(name: str, module: str) -> str:
     """Of a distribution, whose module is not imported for it."""
+    from importlib.metadata import PackageNotFoundError, version  # it brings the parser of mails
+
     if find_spec(module) is None:
         return ""
     try:

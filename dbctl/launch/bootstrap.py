@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import dbctl
 from dbctl.errors import LaunchError
@@ -21,8 +22,10 @@ from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import SaidLine
 from dbctl.launch.ssh_talk import Talk, end_all, hear
 from dbctl.launch.ssh_words import bootstrap_command
-from dbctl.launch.wheel import Wheel, make_wheel
 from dbctl.process import escape_line
+
+if TYPE_CHECKING:
+    from dbctl.launch.wheel import Wheel
 
 LIMIT_S = 900.0  # pip may have to fetch numpy over a slow line
 LONG_S = 2.0
@@ -44,6 +47,8 @@ def bring(
     `interrupted`, asked meanwhile, gives up when it says so; `tell` is told of each host when it
     begins and when it ends, and where it takes long.
     """
+    from dbctl.launch.wheel import make_wheel  # only a bootstrap packs, and needs what it brings
+
     wheel = make_wheel()
     with tempfile.TemporaryDirectory(prefix="dbctl-bootstrap-") as directory:
         talks = [_talk(host, wheel, Path(directory)) for host in hosts]

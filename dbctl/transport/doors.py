@@ -13,6 +13,7 @@ that a connection that breaks is libzmq's to make again, and a dead peer the con
 from __future__ import annotations
 
 import contextlib
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from math import inf
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from dbctl.errors import LaunchError
 from dbctl.keys import Tcp
@@ -40,6 +40,8 @@ from dbctl.wire import Peer
 REDIAL_S = 0.5
 LOOK_S = 0.25  # how late the end of `reach_s` is seen
 EVENTS_A_TURN = 256
+# A monitor's first frame: event, value (zmq_socket_monitor(3)). pyzmq's own reader brings asyncio.
+_EVENT = struct.Struct("=hi")
 
 REFUSED = "refuses our key"
 BROKEN = "breaks off the handshake: it has another key than we were told, or is another program"
@@ -180,8 +182,8 @@ class Doors:
             frames = None if source.closed else receive(source)
             if frames is None:
                 break
-            event = parse_monitor_message([frame.bytes for frame in frames])
-            self._hear(socket, int(event["event"]), value=int(event["value"]), now=now)
+            event, value = _EVENT.unpack(frames[0].bytes)
+            self._hear(socket, event, value=value, now=now)
         return True
 
     def _hear(self, socket: Socket, event: int, *, value: int, now: float) -> None:
