@@ -70,7 +70,7 @@ def nodes_of(hosts: Hosts) -> dict[str, int]:
     found = {}
     for host in ("a", "b"):
         for pid, command in hosts.processes(host).items():
-            if match := re.search(r" -m dbctl node (\S+)$", command):
+            if match := re.search(r" -m dbctl node ([a-z]+-[0-9.]+)$", command):
                 found[match[1]] = pid
     return found
 
