@@ -21,6 +21,7 @@ another process by now. Of two controllers that `create` one directory, one is r
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -108,7 +109,7 @@ class RunDir:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UsageError(f"{self.path}: cannot be written: {reason(error)}") from error
+            raise _cannot_write(self.path, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -193,9 +194,35 @@ def create(
             run_dir.checkpoints.mkdir()
             undo.pop_all()
     except OSError as error:
-        where = root if path is None else path
-        raise UsageError(f"{where}: cannot make a run directory: {reason(error)}") from error
+        raise _cannot_make(root if path is None else path, error) from error
     return run_dir
+
+
+def check_new(path: Path | None, name: str, *, root: Path = Path("runs")) -> None:
+    """Makes nothing; UsageError where `create` would refuse the same now."""
+    place = root / _directory_name(name) if path is None else Path(path)
+    try:
+        if path is not None:
+            _check_given(place)
+        missing = place
+        for there in (place, *place.parents):
+            if there.exists():
+                break
+            missing = there
+        if not there.is_dir():
+            raise _error(errno.EEXIST if there == place else errno.ENOTDIR, place)
+        if not os.access(there, os.W_OK | os.X_OK):
+            sealed = os.statvfs(there).f_flag & os.ST_RDONLY
+            number = errno.EROFS if sealed else errno.EACCES
+            if there == path:
+                raise _cannot_write(path, _error(number, path / _LOCK))
+            raise _error(number, missing)
+    except OSError as error:
+        raise _cannot_make(root if path is None else place, error) from error
+
+
+def _error(number: int, path: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(path))
 
 
 def open_(path: Path) -> RunDir:
@@ -241,15 +268,27 @@ def _new_directory(root: Path, name: str, now: datetime | None) -> Path:
     raise AssertionError("count() ends")
 
 
+def _cannot_make(where: Path, error: OSError) -> UsageError:
+    return UsageError(f"{where}: cannot make a run directory: {reason(error)}")
+
+
+def _cannot_write(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path}: cannot be written: {reason(error)}")
+
+
 def _given_directory(path: Path) -> Path:
+    _check_given(path)  # before the lock file is made in what may not be ours
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _check_given(path: Path) -> None:
     if re.search("[\ud800-\udfff]", str(path)):  # records name it, and are UTF-8
         raise UsageError(f"{path}: has bytes that are not UTF-8; give another --run-dir")
     if path.exists():
         if not path.is_dir():
             raise UsageError(f"{path}: not a directory; give --run-dir a new or an empty one")
-        _check_free(path)  # before the lock file is made in what may not be ours
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+        _check_free(path)
 
 
 def _check_free(path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from dbctl import __version__, rundir
 from dbctl.errors import RunError, UsageError
 from dbctl.metrics import read_metrics
-from dbctl.rundir import RunInfo, create, open_
+from dbctl.rundir import RunInfo, check_new, create, open_
 
 NOON = datetime(2026, 1, 31, 12, 0, 5)
 
@@ -84,6 +84,28 @@ def test_a_given_directory_may_be_new_or_empty(tmp_path: Path) -> None:
     made(tmp_path / "empty")
 
 
+def told(work: Callable[..., object], path: Path | None, **where: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        work(path, "x", **where)
+    return str(caught.value)
+
+
+def test_what_would_be_refused_is_known_with_nothing_made(tmp_path: Path) -> None:
+    made(tmp_path / "run")
+    (tmp_path / "file").write_text("x")
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("", "run", "file", "file/below", "file/far/below", "y" * 300, "\ud800"):
+        assert told(check_new, tmp_path / name) == told(create, tmp_path / name)
+    root = tmp_path / "file"
+    assert told(check_new, None, root=root) == told(create, None, root=root)
+    (tmp_path / "x").write_text("a file where the runs of x are")
+    assert told(check_new, None, root=tmp_path) == told(create, None, root=tmp_path)
+    (tmp_path / "x").unlink()
+    check_new(tmp_path / "new" / "deep", "x")
+    check_new(None, "x", root=tmp_path / "runs")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_directory_that_holds_a_run_or_anything_else_is_refused(tmp_path: Path) -> None:
     before = sorted(os.listdir(made(tmp_path / "run")))
     with pytest.raises(UsageError, match="it saved nothing: once it has ended remove the dir"):
@@ -115,6 +137,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=True)
     try:
         made(disk / "run")
+        (disk / "empty").mkdir()
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         yield disk
     finally:
@@ -126,6 +149,13 @@ def test_a_disk_that_cannot_be_written_is_one_clear_error(read_only: Path) -> No
         create(read_only / "new", "x")
     with pytest.raises(UsageError, match="cannot make a run directory: read-only file system"):
         create(None, "x", root=read_only / "runs")
+    for path, root in (
+        (read_only / "new/deep", None),
+        (read_only / "empty", None),
+        (None, read_only),
+    ):
+        where = {} if root is None else {"root": root}
+        assert told(check_new, path, **where) == told(create, path, **where)
     run_dir = open_(read_only / "run")  # enough for `dbctl eval`
     assert run_dir.read_info().run == "r1"
     with pytest.raises(UsageError, match="cannot be written: read-only file system"):
@@ -141,6 +171,10 @@ def test_no_permission_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Mo
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     run = made(tmp_path / "run")
+    with monkeypatch.context() as here:
+        here.setattr(os, "access", lambda *_: False)
+        with pytest.raises(UsageError, match="cannot make a run directory: permission denied"):
+            check_new(tmp_path / "new", "x")
     monkeypatch.setattr(os, "mkdir", refuse)
     with pytest.raises(UsageError, match="cannot make a run directory: permission denied"):
         create(tmp_path / "new", "x")
