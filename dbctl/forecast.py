@@ -215,8 +215,11 @@ def parse_counts(text: str) -> list[int]:
 # ---------------------------------------------------------------------------------- as text
 
 
-def lines(found: Sequence[Table], *, batch_size: int) -> Iterator[str]:
-    """The tables, layer by layer, and the times of all counts beside each other."""
+def lines(found: Sequence[Table], *, batch_size: int, cores: int) -> Iterator[str]:
+    """The tables, layer by layer, and the times of all counts beside each other.
+
+    `cores`: of this machine.
+    """
     for table in found:
         yield from _layer_lines(table)
         yield ""
@@ -230,6 +233,7 @@ def lines(found: Sequence[Table], *, batch_size: int) -> Iterator[str]:
         times = (f.compute_s, f.exchange_s, f.servers_s, f.seconds)
         columns = "".join(f"{1e3 * seconds:>11.2f}" for seconds in times)
         yield f"{f.partitions:>11}{columns}{f.speed_up:>11.2f}"
+    yield f"this machine has {cores} core{'s' if cores > 1 else ''}"
 
 
 def _layer_lines(table: Table) -> Iterator[str]:

@@ -16,7 +16,7 @@ paper leaves placement to its cluster's scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -24,6 +24,7 @@ from dbctl.errors import PlanError
 from dbctl.experiment.specs import HostSpec
 
 ROLES = ("shard", "worker", "evaluator")
+SETS = tuple(frozenset(some) for n in range(1, len(ROLES) + 1) for some in combinations(ROLES, n))
 Groups = Sequence[Sequence[str]]
 
 
@@ -42,10 +43,16 @@ class _Seat:
 
 
 def place(
-    hosts: Sequence[HostSpec], *, shards: Sequence[str], replicas: Groups, evaluators: Groups
+    hosts: Sequence[HostSpec],
+    *,
+    shards: Sequence[str],
+    replicas: Groups,
+    evaluators: Groups,
+    between: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
     """The host's name for each node. `replicas`, `evaluators`: the nodes of each, by partition.
 
+    `between` is called for each replica and shard: what it raises ends this.
     PlanError: there are too few slots, with the sum.
     """
     needs = {
@@ -64,6 +71,7 @@ def place(
     found: dict[str, str] = {}
     for role, groups in (("worker", replicas), ("shard", [[s] for s in shards])):
         for group in groups:
+            between()
             found |= _place_group(seats, needs, role, group=group)
     for group in evaluators:
         found |= _place_group(seats, needs, "evaluator", group=group)
@@ -105,7 +113,7 @@ def _room(seats: list[_Seat], needs: Mapping[str, int], role: str, *, seat: _Sea
     if role not in seat.roles:
         return 0
     room = min(seat.free, needs[role])
-    for roles in _sets():
+    for roles in SETS:
         # Slots that a node of `role` takes here are lost to those roles, if it is none of them.
         if role not in roles and seat.roles & roles:
             spare = _capacity(seats, roles) - sum(needs[r] for r in roles)
@@ -115,7 +123,7 @@ def _room(seats: list[_Seat], needs: Mapping[str, int], role: str, *, seat: _Sea
 
 def _lacking(seats: list[_Seat], needs: Mapping[str, int]) -> frozenset[str]:
     """The smallest set of roles with more processes than slots; empty if there is none."""
-    for roles in _sets():
+    for roles in SETS:
         if sum(needs[r] for r in roles) > _capacity(seats, roles):
             return roles
     return frozenset()
@@ -123,12 +131,6 @@ def _lacking(seats: list[_Seat], needs: Mapping[str, int]) -> frozenset[str]:
 
 def _capacity(seats: list[_Seat], roles: frozenset[str]) -> int:
     return sum(seat.free for seat in seats if seat.roles & roles)
-
-
-def _sets() -> Iterator[frozenset[str]]:
-    for n in range(1, len(ROLES) + 1):
-        for some in combinations(ROLES, n):
-            yield frozenset(some)
 
 
 def _arithmetic(

@@ -1,13 +1,15 @@
 """From an experiment and its rows to a plan: which node does what, where, with how much. Pure.
 
 Rules of this file: no I/O, no numpy. `NodeSpec` is all that a node is told (JSON on its standard
-input); the plan's text is what `--dry-run` prints.
+input).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 import msgspec
 
@@ -21,6 +23,7 @@ from dbctl.experiment.specs import (
     SshCluster,
 )
 from dbctl.keys import Tcp
+from dbctl.model.costs import nodes_kept
 from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.network import tensors
 from dbctl.model.tensor import Tensor
@@ -34,6 +37,7 @@ LOCALHOST = "localhost"
 ITEM_BYTES = 4
 PROCESS_BYTES = 60 << 20  # what Python with numpy and pyzmq takes before any of ours
 STATE_VECTORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2}
+EVALUATION_BATCH = 500  # rows of a pass that measures
 METHOD_VECTORS = 3  # of a batch method besides those it keeps: direction, trial, its gradient
 
 
@@ -121,11 +125,28 @@ class Plan:
 
     def replica_of(self, number: int) -> list[NodePlan]:
         """The workers of a replica in the order of their partitions."""
-        return [node for node in self.of_role("worker") if node.replica == number]
+        return self.group_of("worker", number)
+
+    def group_of(self, role: str, number: int) -> list[NodePlan]:
+        """The partitions of a replica or of an evaluator, in their order."""
+        return self._groups.get((role, number), [])
+
+    @cached_property
+    def _groups(self) -> dict[tuple[str, int], list[NodePlan]]:
+        found: dict[tuple[str, int], list[NodePlan]] = {}
+        for node in self.nodes:
+            found.setdefault((node.role, node.replica), []).append(node)
+        return found
 
     def held_by(self, partition: int) -> tuple[ShardSpan, ...]:
         """What a partition shares with each shard: one range where they meet."""
-        return spans_within(self.shards, self.cut.span(partition))
+        return self._held[partition]
+
+    @cached_property
+    def _held(self) -> tuple[tuple[ShardSpan, ...], ...]:
+        """Found once a partition: each has a node in every replica."""
+        spans = map(self.cut.span, range(self.cut.count))
+        return tuple(spans_within(self.shards, span) for span in spans)
 
     def starts_in(self, shard: str) -> tuple[int | None, ...]:
         """Where each partition's slice begins in a shard; None where they do not meet."""
@@ -150,24 +171,6 @@ class Plan:
         size = self.n_parameters * ITEM_BYTES
         return size // n_fetch, size // n_push
 
-    def lines(self) -> Iterator[str]:
-        """What `--dry-run` prints: placement, ranges, bytes a step, memory a process."""
-        fetched, pushed = self.bytes_a_step()
-        yield f"parameters  {self.n_parameters:,} in {len(self.tensors)} tensors"
-        sizes = f"fetches {describe_bytes(fetched)} and pushes {describe_bytes(pushed)}"
-        yield f"a step      {sizes} a replica"
-        if self.experiment.initialize_from is not None:
-            yield f"begin       with the parameters of {self.experiment.initialize_from}"
-        yield f"rows        {', '.join(f'{n:,}' for n in self.rows)} (one figure a replica)"
-        yield ""
-        node_width = 2 + max(12, *(len(node.node) for node in self.nodes))
-        host_width = 2 + max(10, *(len(node.host) for node in self.nodes))
-        yield f"{'node':<{node_width}}{'host':<{host_width}}{'threads':>7}{'memory':>12}  what"
-        for node in self.nodes:
-            memory = describe_bytes(node.memory_bytes)
-            where = f"{node.node:<{node_width}}{node.host:<{host_width}}"
-            yield f"{where}{node.threads:>7}{memory:>12}  {node.what}"
-
 
 def host_names(experiment: Experiment) -> tuple[str, ...]:
     """Of all hosts of the experiment, also of those that run nothing."""
@@ -177,7 +180,11 @@ def host_names(experiment: Experiment) -> tuple[str, ...]:
     return (LOCALHOST,)
 
 
-def placed(experiment: Experiment, nodes: Sequence[NodePlan]) -> tuple[NodePlan, ...]:
+def placed(
+    experiment: Experiment,
+    nodes: Sequence[NodePlan],
+    between: Callable[[], None] = lambda: None,
+) -> tuple[NodePlan, ...]:
     """The nodes with their hosts, and with the threads that their hosts say."""
     cluster = experiment.cluster
     if not isinstance(cluster, SshCluster):
@@ -196,6 +203,7 @@ def placed(experiment: Experiment, nodes: Sequence[NodePlan]) -> tuple[NodePlan,
         shards=[node.node for node in nodes if node.role == "shard"],
         replicas=groups("worker"),
         evaluators=groups("evaluator"),
+        between=between,
     )
     return tuple(
         replace(
@@ -208,11 +216,18 @@ def placed(experiment: Experiment, nodes: Sequence[NodePlan]) -> tuple[NodePlan,
 
 
 def make_plan(
-    experiment: Experiment, *, rows: int, test_rows: int, cores: int, threads: int | None = None
+    experiment: Experiment,
+    *,
+    rows: int,
+    test_rows: int,
+    cores: int,
+    threads: int | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Plan:
     """The plan of a run. `rows`, `test_rows`: of the data; `cores`: of this host, if it runs here.
 
     `threads` of a worker: the experiment's, the user's OMP_NUM_THREADS, or the cores shared out.
+    `between` is called for each replica: what it raises ends this.
     PlanError says what does not fit, with the arithmetic.
     """
     if rows < 1:
@@ -235,9 +250,10 @@ def make_plan(
             experiment,
             [
                 *_shard_nodes(experiment, spans),
-                *_worker_nodes(experiment, cut, share, threads=per_worker),
+                *_worker_nodes(experiment, cut, share, threads=per_worker, between=between),
                 *_training_evaluator(experiment, cut, test_rows),
             ],
+            between,
         ),
         rows=share,
     )
@@ -305,7 +321,12 @@ def method_vectors(optimizer: SandblasterSpec) -> int:
 
 
 def _worker_nodes(
-    experiment: Experiment, cut: NetworkCut, share: Sequence[int], *, threads: int
+    experiment: Experiment,
+    cut: NetworkCut,
+    share: Sequence[int],
+    *,
+    threads: int,
+    between: Callable[[], None],
 ) -> Iterator[NodePlan]:
     optimizer = experiment.optimizer
     slots = optimizer.slots if isinstance(optimizer, DownpourSpec) else 2
@@ -315,19 +336,22 @@ def _worker_nodes(
     elif isinstance(optimizer, SandblasterSpec):
         summed = optimizer.send_every
     vectors = 1 + slots + (summed > 1)
-    features = _features(experiment)
+    features = prod(experiment.network.input)
+    parts = [
+        (len(cut.span(partition)) * vectors, features + 2 * nodes_kept(cut, partition))
+        for partition in range(cut.count)
+    ]
     for replica, rows in enumerate(share):
-        for partition in range(cut.count):
-            nodes = sum(len(boxes[partition]) for boxes in cut.owned[1:])
-            held = len(cut.span(partition)) * vectors
-            held += 2 * min(optimizer.batch_size, rows) * nodes
+        between()
+        for partition, (lasting, of_row) in enumerate(parts):
+            held = lasting + min(optimizer.batch_size, rows) * of_row + rows * features
             of = f", partition {partition} of {cut.count}" if cut.count > 1 else ""
             yield NodePlan(
                 node=f"worker-{replica}.{partition}",
                 role="worker",
                 host=LOCALHOST,
                 threads=threads,
-                memory_bytes=PROCESS_BYTES + (held + rows * features) * ITEM_BYTES,
+                memory_bytes=PROCESS_BYTES + held * ITEM_BYTES,
                 what=f"replica {replica}, {rows:,} rows{of}",
                 replica=replica,
                 partition=partition,
@@ -347,25 +371,20 @@ def _evaluator_nodes(
     experiment: Experiment, cut: NetworkCut, rows: int, *, number: int, what: str
 ) -> Iterator[NodePlan]:
     """An evaluator is cut like the replicas: evaluator-0, or evaluator-0.0, evaluator-0.1, ..."""
+    features = prod(experiment.network.input)
     for partition in range(cut.count):
-        memory = (len(cut.span(partition)) + rows * _features(experiment)) * ITEM_BYTES
+        held = len(cut.span(partition)) + rows * features
+        held += min(EVALUATION_BATCH, rows) * (features + nodes_kept(cut, partition))
         yield NodePlan(
             node=f"evaluator-{number}" + (f".{partition}" if cut.count > 1 else ""),
             role="evaluator",
             host=LOCALHOST,
             threads=1,
-            memory_bytes=PROCESS_BYTES + memory,
+            memory_bytes=PROCESS_BYTES + held * ITEM_BYTES,
             what=f"measures {what}",
             replica=number,
             partition=partition,
         )
-
-
-def _features(experiment: Experiment) -> int:
-    size = 1
-    for side in experiment.network.input:
-        size *= side
-    return size
 
 
 def describe_bytes(n_bytes: int) -> str:

@@ -26,7 +26,8 @@ class ShardSpan(msgspec.Struct, frozen=True, array_like=True):
 
 def shard_spans(n_parameters: int, shards: int) -> tuple[ShardSpan, ...]:
     """Equal slices by bytes, whatever the tensors; shards that would hold nothing are left out."""
-    cuts = [cut for cut in Range(0, n_parameters).split(shards, align=SHARD_ALIGN) if cut]
+    count = min(shards, max(1, -(-n_parameters // SHARD_ALIGN)))
+    cuts = [cut for cut in Range(0, n_parameters).split(count, align=SHARD_ALIGN) if cut]
     return tuple(ShardSpan(f"shard-{i}", cut.start, cut.stop) for i, cut in enumerate(cuts))
 
 

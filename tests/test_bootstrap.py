@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from dbctl.launch import installer, ssh_talk, ssh_words, wheel
 from dbctl.launch.bootstrap import bring
 from dbctl.launch.ssh_words import OPTIONS, bootstrap_command
 from dbctl.launch.wheel import make_wheel
+from dbctl.plan import Plan
 from dbctl.run.bootstrap import bootstrap, bootstrapped
 from dbctl.run.signals import Signals
 from dbctl.run.train import prepare
@@ -480,9 +481,13 @@ def test_the_doctor_passes_on_what_is_told(
     assert json.loads(out)["findings"][0]["what"] == "odd"
 
 
+def planned(overrides: Sequence[str]) -> Plan:
+    return prepare(FILE, overrides, run_dir=None, warn=pytest.fail).plan
+
+
 def test_a_signal_ends_it(fake: Fake) -> None:
     fake.says("exec sleep 60")
-    plan = prepare(FILE, ["cluster={launcher: ssh, hosts: [{name: a}]}"])
+    plan = planned(["cluster={launcher: ssh, hosts: [{name: a}]}"])
     signals = Signals()
     signals.count = 1
     begin = time.monotonic()
@@ -493,12 +498,12 @@ def test_a_signal_ends_it(fake: Fake) -> None:
 def test_only_the_python_of_the_plans_hosts_changes(fake: Fake) -> None:
     fake.says(f"cat >/dev/null; {MADE}")
     hosts = "hosts: [{name: a, slots: 9}, {name: idle, slots: 1, labels: [evaluator]}]"
-    plan = prepare(FILE, [f"cluster={{launcher: ssh, {hosts}}}", "evaluate=off"])
+    plan = planned([f"cluster={{launcher: ssh, {hosts}}}", "evaluate=off"])
     assert plan.hosts == ("a",)
     after = bootstrapped(plan, Signals())
     assert after is not None
     pythons = {one.name: one.python for one in after.experiment.cluster.members}  # type: ignore[union-attr]
     assert pythons == {"a": "/v/bin/python", "idle": "python3"}
     assert after.nodes == plan.nodes
-    local = prepare(FILE, [])
+    local = planned([])
     assert bootstrapped(local, Signals()) is local

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dbctl.experiment.read import load
-from dbctl.model.costs import Share, costs_of, imbalance
+from dbctl.model.costs import Share, costs_of, imbalance, nodes_kept
 from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.layers.conv2d import Conv2dSpec
 from dbctl.model.layers.dense import DenseSpec
@@ -17,7 +17,10 @@ from dbctl.model.layers.lcn import LcnSpec
 from dbctl.model.layers.local2d import Local2dSpec
 from dbctl.model.layers.pool import PoolSpec
 from dbctl.model.network import LossName, NetworkSpec, tensors
+from dbctl.model.part import PartNetwork
+from dbctl.model.passes import Network
 from dbctl.region import Box
+from dbctl.roles.base import PlainBuffer
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
@@ -44,6 +47,23 @@ LOCAL = NetworkSpec(
 def test_flops_of_a_dense_network_are_six_a_weight_but_two_less_in_the_first_layer() -> None:
     costs = costs_of(cut_network(dense(5, 7, 3)))
     assert [layer.total("flops") for layer in costs] == [2 * 2 * 5 * 7, 3 * 2 * 7 * 3, 0]
+
+
+def test_the_nodes_kept_are_those_of_the_buffers_that_passes_use() -> None:
+    """Of a whole network its outputs; of a part also what it needs of others."""
+    for spec in (dense(5, 7, 3), LOCAL):
+        whole = Network(spec, batch_size=1)
+        assert nodes_kept(cut_network(spec), 0) == sum(b.rows(1).size for b in whole._outputs)
+    for spec, count in product((dense(8, 12, 9, 4), dense(9, 7, 6, cut="inputs"), LOCAL), (2, 3)):
+        cut = cut_network(spec, count=count)
+        for partition in range(count):
+            part = PartNetwork(cut, partition, batch_size=1, outbox=PlainBuffer)
+            own = [layer.box for layer in part._layers]
+            kept = len(own[-1])
+            for below, layer in zip(own, part._layers[1:], strict=False):
+                inputs = 0 if layer.is_local else layer.inputs.rows(1).size
+                kept += inputs if layer.own.in_place and inputs else len(below) + inputs
+            assert nodes_kept(cut, partition) == kept, (spec, partition)
 
 
 def test_flops_of_filters_and_windows() -> None:

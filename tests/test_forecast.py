@@ -176,13 +176,14 @@ def test_a_count_that_does_not_fit_is_an_error_before_anything_is_measured() -> 
 
 
 def test_the_text_has_each_partition_up_to_eight_and_extremes_beyond() -> None:
-    text = list(lines(found("vision-paper", [2, 16]), batch_size=32))
+    text = list(lines(found("vision-paper", [2, 16]), batch_size=32, cores=4))
     two, sixteen = text[: text.index("")], text[text.index("") :]
     assert two[0].startswith("2 partitions: each partition")
     # 25 columns over 2: 12 and 13, times 25 rows and 36 maps.
     assert any(line.split() == ["nodes", "10,800", "11,700"] for line in two)
     assert any("least to greatest" in line for line in sixteen)
-    assert [line.split()[0] for line in text[-2:]] == ["2", "16"]
+    assert [line.split()[0] for line in text[-3:-1]] == ["2", "16"]
+    assert text[-1] == "this machine has 4 cores"
 
 
 def test_the_object_is_plain_and_whole() -> None:

@@ -273,6 +273,8 @@ def test_a_value_of_another_type_is_a_fault_of_the_file(
 
 # ---------------------------------------------------------------------------- who starts nothing
 
+DRY = ([], ["--dry-run"])
+
 
 def test_absent_says_what_is_missing_and_reads_nothing(copy: RunDir, tmp_path: Path) -> None:
     (newest(copy).path / "manifest.json").write_bytes(b"")
@@ -297,11 +299,27 @@ def test_validate_and_dry_run_warn_and_are_content(
         assert warned.err.startswith("warning: initialize_from: ")
         assert "nowhere: no such directory" in warned.err
         assert warned.err.count("\n") == 1
-    assert json.loads(good.out)["initialize_from"] == f"{tmp_path}/first"
+    step = newest(copy).manifest.step
+    assert json.loads(good.out)["initialize_from"] == f"{tmp_path}/first@{step}"
 
 
 def test_the_plan_says_where_parameters_come_from(
     copy: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "--dry-run", str(write(tmp_path, "first"))]) == 0
-    assert f"with the parameters of {tmp_path}/first\n" in capsys.readouterr().out
+    step = newest(copy).manifest.step
+    assert f"with the parameters of {tmp_path}/first@{step}\n" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_what_a_run_does_where_the_other_run_is_there(
+    copy: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "first")
+    other = ["--set", "network.layers=[{type: dense, units: 3}, {type: dense, units: 10}]"]
+    said = {(main(["train", str(file), *other, *dry]), capsys.readouterr()) for dry in DRY}
+    assert [status for status, _ in said] == [2]
+    step = newest(copy).manifest.step
+    (newest(copy).path / "manifest.json").write_bytes(b"")
+    file = write(tmp_path, f"first@{step}")
+    said = {(main(["train", str(file), *dry]), capsys.readouterr()) for dry in DRY}
+    assert [status for status, _ in said] == [1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +17,15 @@ from hypothesis import strategies as st
 from dbctl.errors import PlanError
 from dbctl.experiment.read import load
 from dbctl.experiment.specs import Experiment, PartitionSpec
-from dbctl.plan import PROCESS_BYTES, NodeSpec, Plan, make_evaluation_plan, make_plan
+from dbctl.plan import (
+    EVALUATION_BATCH,
+    PROCESS_BYTES,
+    NodeSpec,
+    Plan,
+    make_evaluation_plan,
+    make_plan,
+)
+from dbctl.run.dry import plan_lines
 from dbctl.shards import SHARD_ALIGN, ShardSpan, shard_spans
 from dbctl.wire import Position
 
@@ -92,7 +102,14 @@ def test_memory_counts_buffers_state_and_rows() -> None:
     assert shard.memory_bytes == PROCESS_BYTES + half * 4 * (3 + 2)
     more = make(rows=200).of_role("worker")[0]
     assert more.memory_bytes - worker.memory_bytes == (67 - 34) * 64 * 4
-    assert evaluator.memory_bytes == PROCESS_BYTES + 4 * (SIZE + 20 * 64)
+    # A mini-batch: its inputs, and the states of 110 nodes with the gradients by them.
+    full = make(rows=3000).of_role("worker")[0]
+    short = make("optimizer.batch_size=8", rows=3000).of_role("worker")[0]
+    assert full.memory_bytes - short.memory_bytes == (32 - 8) * (64 + 2 * 110) * 4
+    assert evaluator.memory_bytes == PROCESS_BYTES + 4 * (SIZE + 20 * 64 + 20 * (64 + 110))
+    many = make(test_rows=9000).of_role("evaluator")[0]
+    passes = EVALUATION_BATCH * (64 + 110)
+    assert many.memory_bytes == PROCESS_BYTES + 4 * (SIZE + 9000 * 64 + passes)
 
 
 def test_nothing_is_measured_without_a_test_split_or_with_evaluate_off() -> None:
@@ -144,7 +161,7 @@ def test_too_few_slots_are_said_with_the_sum() -> None:
 
 
 def test_the_text_of_the_plan() -> None:
-    lines = list(make().lines())
+    lines = list(plan_lines(make()))
     assert lines[0] == "parameters  7,510 in 4 tensors"
     assert lines[1] == "a step      fetches 29.3 KiB and pushes 29.3 KiB a replica"
     assert lines[2] == "rows        34, 33, 33 (one figure a replica)"
@@ -155,9 +172,43 @@ def test_the_text_of_the_plan() -> None:
     assert lines[-1].endswith("measures 20 rows every 1 epoch")
 
 
+def test_replicas_without_rows_are_one_line() -> None:
+    lines = list(plan_lines(make("replicas=40", rows=30)))
+    assert lines[2] == f"rows        {', '.join(['1'] * 30)} (one figure a replica)"
+    assert sum(line.startswith("worker-29.0 ") for line in lines) == 1
+    assert lines[-1] == "replicas 30 to 39 have no rows"
+    assert not any("worker-30.0" in line for line in lines)
+    assert list(plan_lines(make("replicas=31", rows=30)))[-1] == "replica 30 has no rows"
+
+
+def test_many_replicas_do_not_keep_a_signal_waiting() -> None:
+    """`between` is asked for each replica while nodes are made, and again while they are placed."""
+
+    class Interrupted(Exception):
+        pass
+
+    for last in (7, 20 + 7):
+        left = iter(range(1, last))
+
+        def between(left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise Interrupted
+
+        with pytest.raises(Interrupted):
+            make("cluster={launcher: ssh, hosts: [{name: a}]}", "replicas=20", between=between)
+
+
+def test_groups_are_found_in_time_that_grows_with_the_replicas() -> None:
+    plan = make("replicas=20000", "evaluate=off", rows=20000)
+    began = time.thread_time()
+    found = [node.node for replica in range(20000) for node in plan.replica_of(replica)]
+    assert time.thread_time() - began < 5.0
+    assert found[::9999] == ["worker-0.0", "worker-9999.0", "worker-19998.0"]
+
+
 def test_the_columns_are_as_wide_as_the_names() -> None:
     cut = replace(experiment(), partition=PartitionSpec(count=12))
-    lines = list(make_plan(cut, rows=99, test_rows=20, cores=2).lines())
+    lines = list(plan_lines(make_plan(cut, rows=99, test_rows=20, cores=2)))
     assert any(line.startswith("evaluator-0.11  localhost  ") for line in lines)
     assert len({line.index("localhost") for line in lines[5:]}) == 1
 

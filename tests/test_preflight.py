@@ -242,13 +242,17 @@ TWO = (
 )
 
 
+def planned(overrides: Sequence[str]) -> Plan:
+    return prepare(FILE, overrides, run_dir=None, warn=pytest.fail).plan
+
+
 def plan(tmp_path: Path, ship: bool = False) -> Plan:
     for name in ("train", "test"):
         rows = "\n".join(",".join(["1"] * 64 + [str(i % 10)]) for i in range(30))
         (tmp_path / f"{name}.csv").write_text(rows)
     source = f"source: csv, label: 64, ship: {str(ship).lower()}"
     data = [f"data.{n}={{{source}, path: {tmp_path}/{n}.csv}}" for n in ("train", "test")]
-    return prepare(FILE, [TWO, *data, "evaluate.every=1 epoch"])
+    return planned([TWO, *data, "evaluate.every=1 epoch"])
 
 
 def test_hosts_need_the_files_that_their_processes_read(tmp_path: Path) -> None:
@@ -270,7 +274,7 @@ def test_hosts_need_the_files_that_their_processes_read(tmp_path: Path) -> None:
 
 
 def test_digits_come_with_dbctl_and_this_machine_is_not_asked() -> None:
-    here = prepare(FILE, [])
+    here = planned([])
     assert files_there(here.experiment.data.train) == []
     assert Path(DIGITS_PATH).exists()
     assert needs_of(here, None, None, encrypted=True) == {}

@@ -14,7 +14,7 @@ import pytest
 from dbctl.checkpoint.layout import Manifest, ReplicaRow
 from dbctl.checkpoint.reader import Checkpoint, list_checkpoints, newest_good
 from dbctl.cli.main import main
-from dbctl.errors import CheckpointError, ExperimentError, UsageError
+from dbctl.errors import CheckpointError, ExperimentError, LaunchError, UsageError
 from dbctl.experiment.read import parse
 from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment
@@ -24,6 +24,7 @@ from dbctl.progress.text import counted
 from dbctl.region import Range
 from dbctl.roles.base import Done
 from dbctl.roles.shard import Shard
+from dbctl.run import room
 from dbctl.run.resume import CHANGEABLE, beginnings, check_overrides, prepare
 from dbctl.rundir import RunDir
 from dbctl.wire import Position
@@ -82,6 +83,17 @@ def at_start(run: Any) -> bytes:
     shards = [run.net.role(span.node) for span in run.life.plan.shards]
     assert all(isinstance(shard, Shard) for shard in shards)
     return b"".join(shard.values.tobytes() for shard in shards)
+
+
+def test_too_many_processes_are_refused_before_data_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, first = begin(TEXT, tmp_path / "run", overrides=["stop.steps=10"])
+    first.run()
+    monkeypatch.setattr("dbctl.run.resume.open_data", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(room, "raise_descriptor_limit", lambda: 20_000)
+    with pytest.raises(LaunchError, match=r"agent-0 needs about 2,000,0\d\d, and the hard limit"):
+        prepare(run_dir, ["replicas=1000000"])
 
 
 # ------------------------------------------------------------------------------ rung 9: bit for bit

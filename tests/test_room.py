@@ -17,9 +17,14 @@ from dbctl.errors import LaunchError
 from dbctl.experiment.read import load
 from dbctl.plan import Plan, make_evaluation_plan, make_plan
 from dbctl.run import room
+from tests.inproc_run import begin
 
 FILE = Path(__file__).parent.parent / "experiments" / "digits-downpour.yaml"
 MIB = 1 << 20
+LOCAL = [
+    "network.layers=[{type: local2d, maps: 2, kernel: 3}, {type: dense, units: 10}]",
+    "network.input=[8, 8, 1]",
+]
 N_ROWS, N_TEST_ROWS = 90_000, 30_000
 
 
@@ -126,6 +131,93 @@ def test_train_and_resume_start_nothing(
 def test_this_host_is_read() -> None:
     available = examine.available_bytes()
     assert available is None or available > MIB
+
+
+def test_mere_processes_are_refused_before_anything_is_read_or_planned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan of a million replicas took 40 seconds, deaf to signals."""
+
+    def read(*_: object, **__: object) -> None:
+        raise AssertionError("read")
+
+    monkeypatch.setattr("dbctl.run.train.open_data", read)
+    monkeypatch.setattr(room, "raise_descriptor_limit", lambda: resource.RLIM_INFINITY)
+    give(monkeypatch, tmp_path, 16 << 30)
+    many = ["train", str(FILE), "--set", "replicas=1000000"]
+    for words in (many, [*many, "--dry-run"]):
+        assert main(words) == 3
+        said = capsys.readouterr().err
+        assert "it needs 1,000,004 processes x 24 MiB = 23437.59 GiB; 16.00 GiB are" in said
+    monkeypatch.setattr(room, "raise_descriptor_limit", lambda: 20_000)
+    assert main(many) == 3
+    said = capsys.readouterr().err
+    assert "agent-0 needs about 2,000,022, and the hard limit is 20,000 (`ulimit -Hn`)" in said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["partition.count=3", "replicas=2", "shards=5"],
+        ["partition={grid: [2, 1]}", *LOCAL],
+        ["evaluate=off"],
+        ["shards=1000000000"],
+    ],
+)
+def test_mere_processes_are_as_many_as_those_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str]
+) -> None:
+    seen: list[room.Room] = []
+    monkeypatch.setattr(room, "_check", lambda one: seen.append(one) or [])
+    room.check_processes(load(str(FILE), overrides))
+    room.check_room(make(*overrides), None, None)
+    early, late = seen
+    assert early.n_processes == late.n_processes
+    assert early.most_files[1] <= late.most_files[1]
+
+
+def test_hosts_that_are_not_known_refuse_nothing_yet() -> None:
+    hosts = "cluster={launcher: ssh, hosts: [{name: a}]}"
+    room.check_processes(load(str(FILE), ["replicas=1000000", hosts]))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "threads", "warns"), [(2, 1, 0), (4, 1, 0), (5, 1, 1), (2, 3, 1)]
+)
+def test_workers_that_only_take_turns_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, threads: int, warns: int
+) -> None:
+    """A laptop with two cores and two workers, or four, is told nothing."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    found = room.check_room(make(f"replicas={replicas}", f"threads={threads}"), None, None)
+    said = (
+        "5 processes of 1 thread on 2 cores"
+        if threads == 1
+        else ("2 processes of 3 threads on 2 cores")
+    )
+    assert found == [f"{said}: they share them"] * warns
+
+
+def test_replicas_without_rows_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    experiment = load(str(FILE), ["replicas=30"])
+
+    def warnings(rows: int) -> list[str]:
+        return room.check_room(make_plan(experiment, rows=rows, test_rows=9, cores=2), None, None)
+
+    assert warnings(30) == []
+    train_nothing = "data.train has {}; they train nothing"
+    assert warnings(29) == [f"replica 29 has no rows: {train_nothing.format(29)}"]
+    assert warnings(3) == [f"replicas 3 to 29 have no rows: {train_nothing.format(3)}"]
+
+
+def test_a_batch_takes_no_more_than_the_rows_that_it_has(tmp_path: Path) -> None:
+    """Arrays for a batch of 10^12 rows are no more than what their replica has."""
+    text = FILE.read_text().replace("batch_size: 32", "batch_size: 1000000000000")
+    _, run = begin(text, tmp_path / "run", overrides=["stop={steps: 2}", "evaluate=off"])
+    run.run()
+    assert run.coordinator.status == "done"
 
 
 # -------------------------------------------------------------------------------- open files

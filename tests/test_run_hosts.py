@@ -7,6 +7,7 @@ import re
 import shlex
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dbctl.errors import PlanError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.local import LocalLauncher
 from dbctl.launch.ssh_words import errand, ssh_command
+from dbctl.plan import Plan
 from dbctl.run import hosts
 from dbctl.run.dry import dry_run
 from dbctl.run.hosts import _look_up, addresses, launcher_of, wire
@@ -26,6 +28,10 @@ from tests.inproc_run import SilentDisplay
 FILE = str(Path(__file__).parent.parent / "experiments" / "digits-downpour.yaml")
 TWO = "cluster={launcher: ssh, hosts: [{name: a, ssh: me@a.org, slots: 3}, {name: b, slots: 4}]}"
 ONE = "cluster={launcher: ssh, hosts: [{name: a, ssh: me@a.org}]}"
+
+
+def planned(overrides: Sequence[str]) -> Plan:
+    return prepare(FILE, overrides, run_dir=None, warn=pytest.fail).plan
 
 
 @pytest.fixture(autouse=True)
@@ -200,13 +206,13 @@ def test_who_answers_late_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_alone_needs_no_address() -> None:
-    wiring = wire(prepare(FILE, [ONE.replace("a.org", "no.such.host.invalid")]))
+    wiring = wire(planned([ONE.replace("a.org", "no.such.host.invalid")]))
     assert wiring.address_of == {}
 
 
 def test_the_cluster_chooses_the_launcher(tmp_path: Path) -> None:
     def launcher(*overrides: str) -> object:
-        plan = prepare(FILE, overrides)
+        plan = planned(overrides)
         wiring = wire(plan)
         return launcher_of(
             plan,
@@ -229,5 +235,5 @@ def test_workers_of_hosts_have_one_thread_unless_more_are_asked_for(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
-    assert {n.threads for n in prepare(FILE, [ONE]).of_role("worker")} == {1}
-    assert {n.threads for n in prepare(FILE, [ONE, "threads=3"]).of_role("worker")} == {3}
+    assert {n.threads for n in planned([ONE]).of_role("worker")} == {1}
+    assert {n.threads for n in planned([ONE, "threads=3"]).of_role("worker")} == {3}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dbctl.cli.main import main
 from dbctl.data.sources import open_source
 from dbctl.errors import ExperimentError, LaunchError, PlanError
 from dbctl.experiment.read import parse
@@ -218,11 +219,35 @@ def test_figures_that_make_no_line_give_the_rate_of_the_large_box(
 
 
 def test_a_dry_run_prints_plan_costs_and_times(file: str) -> None:
-    text = list(dry_run(file, [], partitions="1,2", as_json=False, warn=pytest.fail))
+    told: list[str] = []
+    text = list(
+        dry_run(file, [], partitions="1,2", as_json=False, warn=pytest.fail, tell=told.append)
+    )
     assert text[0].startswith("parameters")
     assert any(line.startswith("2 partitions: each partition") for line in text)
-    assert [line.split()[0] for line in text[-3:]] == ["partitions", "1", "2"]
-    assert text[-2].split()[-1] == "1.00"
+    assert [line.split()[0] for line in text[-4:-1]] == ["partitions", "1", "2"]
+    assert text[-3].split()[-1] == "1.00"
+    assert text[-1].startswith(f"this machine has {len(os.sched_getaffinity(0))} core")
+    assert [line.partition(":")[0] for line in told] == ["measuring this machine"]
+
+
+@pytest.mark.parametrize(("words", "n_lines"), [([], 1), (["--quiet"], 0), (["--json"], 0)])
+def test_what_takes_its_time_is_told_before_it_begins(
+    file: str,
+    words: list[str],
+    n_lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told: list[str] = []
+
+    def measure(*_: object, **__: object) -> None:
+        told.extend(capsys.readouterr().err.splitlines())
+        raise MemoryError
+
+    monkeypatch.setattr(module, "measure", measure)
+    assert main(["train", file, "--dry-run", "--partitions", "1", *words]) == 2
+    assert [line.partition(":")[0] for line in told] == ["measuring this machine"] * n_lines
 
 
 def test_with_json_it_is_one_object(file: str) -> None:
@@ -231,6 +256,7 @@ def test_with_json_it_is_one_object(file: str) -> None:
     assert found["event"] == "plan"
     assert [table["count"] for table in found["forecast"]["partitions"]] == [1, 4]
     assert found["forecast"]["threads"] == 1
+    assert found["forecast"]["cores"] == len(os.sched_getaffinity(0))
     (plain,) = dry_run(file, [], partitions=None, as_json=True, warn=pytest.fail)
     assert "forecast" not in json.loads(plain)
     assert [node["node"] for node in json.loads(plain)["nodes"]] == ["shard-0", "worker-0.0"]

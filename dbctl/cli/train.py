@@ -41,7 +41,12 @@ def train(
         raise click.UsageError("--partitions is for --dry-run")
     if dry_run:
         from dbctl.cli.check import warn_absent
+        from dbctl.process import escape_line
         from dbctl.run.dry import dry_run as print_plan
+
+        def tell(text: str) -> None:
+            if not (as_json or quiet):
+                click.echo(escape_line(text), err=True)
 
         for line in print_plan(
             file,
@@ -49,6 +54,8 @@ def train(
             partitions=partitions,
             as_json=as_json,
             warn=warn_absent,
+            tell=tell,
+            run_dir=run_dir,
             cluster=hosts,
         ):
             click.echo(line)

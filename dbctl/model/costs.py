@@ -71,6 +71,20 @@ def imbalance(costs: tuple[LayerCosts, ...]) -> float:
     return max(totals) * len(totals) / max(1, sum(totals))
 
 
+def nodes_kept(cut: NetworkCut, partition: int) -> int:
+    """Node states of one example that a partition has in memory in a forward pass.
+
+    A backward pass has as many gradients by them besides. The network's inputs do not count.
+    """
+    kept = len(cut.owned[-1][partition])
+    for layer in range(1, len(cut.spec.layers)):
+        own, need = cut.owned[layer][partition], cut.needs(layer, partition)
+        # What is owned is computed among what is needed where all of it is needed.
+        in_place = bool(own) and own.intersection(need) == own
+        kept += len(need) if in_place else len(own) + len(need)
+    return kept
+
+
 def _layer(cut: NetworkCut, layer: int) -> LayerCosts:
     parts, spec = range(cut.count), cut.spec.layers[layer]
     parameters = [0] * cut.count

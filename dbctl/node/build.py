@@ -30,14 +30,14 @@ from dbctl.experiment.specs import (
 from dbctl.model.cut import NetworkCut, cut_network
 from dbctl.model.initial import fill_initial
 from dbctl.model.network import tensors
-from dbctl.node.compute import EVALUATION_BATCH, NetworkGradient, NetworkMeasure, Share
+from dbctl.node.compute import NetworkGradient, NetworkMeasure, Share
 from dbctl.node.distant import Distant
 from dbctl.node.portions import NetworkPortions
 from dbctl.optim.gradients import prepare
 from dbctl.optim.methods import saved_names
 from dbctl.optim.schedules import rate_at
 from dbctl.optim.updates import make_rule
-from dbctl.plan import NodeSpec
+from dbctl.plan import EVALUATION_BATCH, NodeSpec
 from dbctl.process import log
 from dbctl.region import Range
 from dbctl.rights import CONTROLLER
@@ -187,10 +187,11 @@ def build_worker(
     if isinstance(optimizer, SandblasterSpec):
         return build_batch_worker(spec, experiment, allocate, distant=distant)
     cut = cut_of(experiment)
-    batch_size = optimizer.batch_size
+    rows = _rows_of(spec, experiment, distant)
+    batch_size = min(optimizer.batch_size, max(1, len(rows)))
     gradient = NetworkGradient(
         Share(cut, spec.partition, batch_size=batch_size, allocate=allocate),
-        _rows_of(spec, experiment, distant),
+        rows,
         seed=experiment.seed,
         replica=spec.replica,
         batch_size=batch_size,

@@ -19,11 +19,11 @@ from dbctl.model.exchange import Exchange
 from dbctl.model.layers.dropout import Draw
 from dbctl.model.part import PartNetwork, box_of_rows
 from dbctl.model.passes import Network
+from dbctl.plan import EVALUATION_BATCH
 from dbctl.region import Range
 from dbctl.roles.base import Allocate, Array, BatchResult, Tally
 from dbctl.wire import Position, Predictions
 
-EVALUATION_BATCH = 500
 MAX_CONFUSION_CLASSES = 1000  # 8 MB a matrix
 Pass = Generator[Exchange, Any, Any]
 

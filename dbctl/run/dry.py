@@ -7,6 +7,7 @@ speeds of this machine are measured, for a few seconds.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -15,13 +16,14 @@ from dbctl.data.sources import open_source
 from dbctl.errors import PlanError
 from dbctl.experiment.read import load
 from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
+from dbctl.launch.bootstrap import nobody
 from dbctl.launch.ssh_words import NOWHERE, Standing
-from dbctl.plan import Plan
+from dbctl.plan import Plan, describe_bytes
 from dbctl.process import one_line
 from dbctl.run.clusters import Cluster, overrides_on
 from dbctl.run.hosts import commands
-from dbctl.run.initial_run import absent
 from dbctl.run.methods import evaluation_lines
+from dbctl.run.room import without_rows
 from dbctl.run.shipments import sets_for
 from dbctl.run.train import prepare
 from dbctl.run.wiring import UNENCRYPTED, wired
@@ -36,20 +38,21 @@ def dry_run(
     partitions: str | None,
     as_json: bool,
     warn: Callable[[str], None],
+    tell: Callable[[str], None] = nobody,
+    run_dir: str | None = None,
     cluster: Cluster | None = None,
 ) -> Iterator[str]:
     """Lines of the plan and, for counts of partitions like `1,2,4`, of the forecast.
 
-    DbctlError where the file, the data, the plan or a count is bad: before anything is measured.
-    `warn` is told where the run of `initialize_from` is not there yet.
+    DbctlError where a run would be refused before it starts, or a count is bad: before anything is
+    measured. `warn` is told as for a run, and where the run of `initialize_from` is not
+    there yet; `tell` what takes its time.
     """
     overrides = overrides_on(cluster, overrides)
     standing = NOWHERE if cluster is None else cluster.standing()
     counts = parse_counts(partitions) if partitions is not None else []
-    plan = prepare(path, overrides)
+    plan = prepare(path, overrides, run_dir=run_dir, warn=warn, starts=False).plan
     experiment = plan.experiment
-    if missing := absent(experiment):
-        warn(missing)
     if not counts:
         yield from [json.dumps(plan_object(plan, standing))] if as_json else text(plan, standing)
         return
@@ -59,27 +62,27 @@ def dry_run(
     # Not as many as this machine has cores for: each partition is taken to have its own.
     threads = load(path, overrides).threads or 1
     n = experiment.optimizer.batch_size
+    tell("measuring this machine: that takes 5 to 15 seconds, of a large network more")
     try:
         speeds = measure(experiment, open_source(experiment.data.train), threads=threads)
     except MemoryError as error:
         fault = f"a mini-batch of {n:,} rows does not fit into memory here ({one_line(error)})"
         raise PlanError(f"--partitions: {fault}; take a smaller batch_size") from None
-    found = tables(experiment, cuts, speeds)
+    found, cores = tables(experiment, cuts, speeds), len(os.sched_getaffinity(0))
     if as_json:
         forecast = as_object(found, batch_size=n, speeds=speeds)
-        yield json.dumps(
-            {**plan_object(plan, standing), "forecast": forecast | {"threads": threads}}
-        )
+        forecast |= {"threads": threads, "cores": cores}
+        yield json.dumps({**plan_object(plan, standing), "forecast": forecast})
         return
     yield from text(plan, standing)
     yield ""
-    yield from lines(found, batch_size=n)
+    yield from lines(found, batch_size=n, cores=cores)
 
 
 def text(plan: Plan, standing: Standing = NOWHERE) -> Iterator[str]:
     """The plan, and for hosts that ssh reaches their addresses and the commands."""
     yield from evaluation_lines(plan)
-    yield from plan.lines()
+    yield from plan_lines(plan)
     for agent, host, words in commands(plan, standing):
         n = sum(node.host == host.name for node in plan.nodes)
         slots = f" of {host.slots} slots" if host.slots is not None else ""
@@ -91,6 +94,29 @@ def text(plan: Plan, standing: Standing = NOWHERE) -> Iterator[str]:
     if len(plan.hosts) > 1:
         yield ""
         yield "between hosts: tcp, " + (ENCRYPTED if wired(plan, {}).encrypted else UNENCRYPTED)
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """Placement, ranges, bytes a step, memory a process."""
+    fetched, pushed = plan.bytes_a_step()
+    yield f"parameters  {plan.n_parameters:,} in {len(plan.tensors)} tensors"
+    sizes = f"fetches {describe_bytes(fetched)} and pushes {describe_bytes(pushed)}"
+    yield f"a step      {sizes} a replica"
+    if plan.experiment.initialize_from is not None:
+        yield f"begin       with the parameters of {plan.experiment.initialize_from}"
+    yield f"rows        {', '.join(f'{n:,}' for n in plan.rows if n)} (one figure a replica)"
+    yield ""
+    node_width = 2 + max(12, *(len(node.node) for node in plan.nodes))
+    host_width = 2 + max(10, *(len(node.host) for node in plan.nodes))
+    yield f"{'node':<{node_width}}{'host':<{host_width}}{'threads':>7}{'memory':>12}  what"
+    for node in plan.nodes:
+        if node.role == "worker" and not plan.rows[node.replica]:
+            continue
+        memory = describe_bytes(node.memory_bytes)
+        where = f"{node.node:<{node_width}}{node.host:<{host_width}}"
+        yield f"{where}{node.threads:>7}{memory:>12}  {node.what}"
+    if said := without_rows(plan):
+        yield said
 
 
 def plan_object(plan: Plan, standing: Standing = NOWHERE) -> dict[str, object]:

@@ -35,7 +35,7 @@ from dbctl.run.hosts import wire
 from dbctl.run.life import EXIT_CODES, Life, gave_up
 from dbctl.run.methods import METHOD, described, state_vectors
 from dbctl.run.preflight import needs_of
-from dbctl.run.room import check_room
+from dbctl.run.room import check_processes, check_room
 from dbctl.run.setting import (
     LEASE_S,
     STATISTICS,
@@ -163,6 +163,7 @@ def prepare(
     experiment = load(str(run_dir.resolved), overrides)
     check_network(checkpoint, experiment)
     _check_rule(checkpoint, experiment)
+    check_processes(experiment)
     train, test = open_data(experiment, between=between)
     data = digest(experiment.data.train)
     _check_data(checkpoint, data)

@@ -10,20 +10,26 @@ raised to it. Other hosts say what they have when they are examined (dbctl/run/f
 
 from __future__ import annotations
 
+import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dbctl.data.sources import Source
 from dbctl.errors import LaunchError
 from dbctl.examine import MEMINFO, available_bytes
-from dbctl.experiment.specs import SandblasterSpec
+from dbctl.experiment.specs import Experiment, SandblasterSpec, SshCluster
+from dbctl.model.network import n_parameters
 from dbctl.plan import ITEM_BYTES, LOCALHOST, PROCESS_BYTES, Plan, method_vectors
 from dbctl.process import raise_descriptor_limit
 from dbctl.region import Range
+from dbctl.shards import SHARD_ALIGN
 
 OWN_BYTES = 24 << 20  # of a process, and shared with no other; measured
 WARN_SHARE = 0.8
+# Threads of workers a core. A worker waits now and then, for its shards and for other partitions,
+# so some more of them than cores keep the cores busy; more than that only take turns.
+MANY_THREADS = 2
 
 # Descriptors, measured: what every process has, and what each further peer takes.
 NODE_FILES = 24
@@ -53,11 +59,33 @@ def room_on(plan: Plan, host: str, *, train: Source | None, test: Source | None)
     )
 
 
+def check_processes(experiment: Experiment) -> None:
+    """LaunchError where the mere processes are too many here: asked before there is a plan of them.
+
+    A plan takes time and memory for each process; this takes none.
+    """
+    if isinstance(experiment.cluster, SshCluster):
+        return
+    grid = experiment.partition.grid
+    partitions = grid[0] * grid[1] if grid is not None else experiment.partition.count
+    measures = experiment.data.test is not None and experiment.evaluate.every is not None
+    shards = min(experiment.shards, -(-n_parameters(experiment.network) // SHARD_ALIGN))
+    n = (experiment.replicas + measures) * partitions + shards
+    files = AGENT_FILES + AGENT_FILES_A_NODE * n
+    _check(Room(memory={}, n_processes=n + 1, most_files=("agent-0", files)))
+
+
 def check_room(plan: Plan, train: Source | None, test: Source | None) -> list[str]:
     """Warnings; LaunchError where the plan cannot fit. The limit of open files is raised by it."""
+    warnings = list(_idle(plan))
     if plan.hosts != (LOCALHOST,):
-        return []  # what other hosts have is not known here
-    room = room_on(plan, LOCALHOST, train=train, test=test)
+        return warnings  # what other hosts have is not known here
+    warnings += _check(room_on(plan, LOCALHOST, train=train, test=test))
+    return [*warnings, *_crowded(plan, cores=len(os.sched_getaffinity(0)))]
+
+
+def _check(room: Room) -> list[str]:
+    """Of this host."""
     if fault := files_fault(room, raise_descriptor_limit()):
         raise LaunchError(LOCALHOST, fault)
     available = available_bytes()
@@ -66,6 +94,30 @@ def check_room(plan: Plan, train: Source | None, test: Source | None) -> list[st
     if is_too_large(room, available):
         raise LaunchError(LOCALHOST, f"has too little memory for this run: {said}")
     return [f"memory may not suffice: {said}"]
+
+
+def without_rows(plan: Plan) -> str:
+    """`replicas 1797 to 1999 have no rows`; "" where all have some. They are the last ones."""
+    first, last = sum(n > 0 for n in plan.rows), len(plan.rows) - 1
+    if first >= last:
+        return f"replica {last} has no rows" if first == last else ""
+    return f"replicas {first} to {last} have no rows"
+
+
+def _idle(plan: Plan) -> Iterator[str]:
+    """Replicas that will train nothing: each row is of one replica."""
+    if said := without_rows(plan):
+        yield f"{said}: data.train has {sum(plan.rows):,}; they train nothing"
+
+
+def _crowded(plan: Plan, *, cores: int) -> Iterator[str]:
+    """Workers with more than MANY_THREADS threads a core: slower, and no fault."""
+    workers = plan.of_role("worker")
+    if sum(node.threads for node in workers) > MANY_THREADS * cores:
+        threads = workers[0].threads
+        each = f"{threads} thread{'s' if threads > 1 else ''}"
+        on = f"{cores} core{'s' if cores > 1 else ''}"
+        yield f"{len(workers):,} processes of {each} on {on}: they share them"
 
 
 # ---------------------------------------------------------------------------------- memory
@@ -109,7 +161,7 @@ def memory_fault(room: Room, available: int) -> str:
     if total <= WARN_SHARE * available:
         return ""
     parts = [f"{_gib(held)} for the {role}s" for role, held in room.memory.items()]
-    parts.append(f"{room.n_processes} processes x {OWN_BYTES >> 20} MiB")
+    parts.append(f"{room.n_processes:,} processes x {OWN_BYTES >> 20} MiB")
     said = f"it needs {' + '.join(parts)} = {_gib(total)}; {_gib(available)} are available"
     do = "take fewer replicas, a smaller network or batch, or a larger host"
     return f"{said} ({MEMINFO}); {do}"

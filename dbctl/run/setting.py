@@ -95,12 +95,19 @@ def resolve_threads(experiment: Experiment) -> Experiment:
     return replace(experiment, threads=threads or max(1, cores // processes))
 
 
-def plan_of(experiment: Experiment, train: Source, test: Source | None) -> Plan:
+def plan_of(
+    experiment: Experiment,
+    train: Source,
+    test: Source | None,
+    *,
+    between: Callable[[], None] = lambda: None,
+) -> Plan:
     return make_plan(
         experiment,
         rows=train.rows,
         test_rows=test.rows if test is not None else 0,
         cores=len(os.sched_getaffinity(0)),
+        between=between,
     )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dbctl.data.sources import digest
+from dbctl.data.sources import Source, digest
 from dbctl.errors import ExperimentError, UsageError
 from dbctl.experiment.read import load, locate
 from dbctl.experiment.resolve import to_yaml
@@ -22,10 +23,10 @@ from dbctl.progress.display import Display
 from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.clusters import Cluster, overrides_on, standing_on
 from dbctl.run.hosts import wire
-from dbctl.run.initial_run import settle
+from dbctl.run.initial_run import absent, settle
 from dbctl.run.life import EXIT_CODES, Life, gave_up
 from dbctl.run.preflight import needs_of
-from dbctl.run.room import check_room
+from dbctl.run.room import check_processes, check_room
 from dbctl.run.setting import (
     LEASE_S,
     Origin,
@@ -38,13 +39,51 @@ from dbctl.run.setting import (
 from dbctl.run.shipments import shipments_of
 from dbctl.run.signals import Interrupted, Signals
 from dbctl.run.wiring import Wiring
-from dbctl.rundir import create
+from dbctl.rundir import check_new, create
 
 
-def prepare(path: str, overrides: Sequence[str]) -> Plan:
-    """The plan of an experiment file, with nothing started and nothing written."""
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What a run is made of before anything is started or written.
+
+    `initial`: the directory of the checkpoint of initialize_from, or "".
+    """
+
+    plan: Plan
+    train: Source
+    test: Source | None
+    initial: str
+
+
+def prepare(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    run_dir: str | None,
+    warn: Callable[[str], None],
+    starts: bool = True,
+    between: Callable[[], None] = lambda: None,
+) -> Beginning:
+    """Everything that a run can be refused for on this machine, with nothing started or written.
+
+    `warn` is told what a run can live with. `starts`: False where nobody will start it, so the run
+    of initialize_from may not be there yet. `between` is called before each block of data that is
+    read, and for each replica: what it raises ends this.
+    DbctlError: the file, the data, the plan, the run directory, or too little memory.
+    """
     experiment = resolve_threads(load(path, overrides))
-    return plan_of(experiment, *open_data(experiment))
+    check_processes(experiment)
+    train, test = open_data(experiment, between=between)
+    initial = ""
+    if not starts and (missing := absent(experiment)):
+        warn(missing)
+    else:
+        experiment, initial = _settled(experiment, path, overrides, warn=warn)
+    plan = plan_of(experiment, train, test, between=between)
+    for warning in check_room(plan, train, test):
+        warn(warning)
+    check_new(Path(run_dir) if run_dir else None, experiment.name)
+    return Beginning(plan=plan, train=train, test=test, initial=initial)
 
 
 def train(
@@ -66,13 +105,9 @@ def train(
     """
     overrides = overrides_on(cluster, overrides)
     with Signals() as signals, contextlib.suppress(Interrupted):
-        experiment = resolve_threads(load(path, overrides))
-        train_data, test_data = open_data(experiment, between=signals.check)
-        experiment, initial = _settled(experiment, path, overrides, warn=display.warn)
-        plan = plan_of(experiment, train_data, test_data)
+        begun = prepare(path, overrides, run_dir=run_dir, warn=display.warn, between=signals.check)
+        plan, experiment = begun.plan, begun.plan.experiment
         wiring = wire(plan)
-        for warning in check_room(plan, train_data, test_data):
-            display.warn(warning)
         if bootstrap:
             prepared = bootstrapped(plan, signals, tell=partial(display.event, "bootstrap"))
             if prepared is None:
@@ -82,12 +117,12 @@ def train(
         with directory:
             directory.write_experiment(Path(path).read_bytes())
             directory.write_resolved(to_yaml(experiment))
-            keep_statistics(experiment, train_data, directory, between=signals.check)
-            origin = Origin(initialize=initial, positions=beginnings(experiment.replicas))
+            keep_statistics(experiment, begun.train, directory, between=signals.check)
+            origin = Origin(initialize=begun.initial, positions=beginnings(experiment.replicas))
             data = digest(experiment.data.train)
-            if initial:
+            if begun.initial:
                 text = f"parameters begin as those of {experiment.initialize_from}"
-                display.event("initialize", text, {"path": initial})
+                display.event("initialize", text, {"path": begun.initial})
             life = Life(
                 plan,
                 directory,
@@ -96,9 +131,9 @@ def train(
                 data=data,
                 wiring=wiring,
                 shipments=shipments_of(
-                    plan, train_data, test_data, directory=directory.path, between=signals.check
+                    plan, begun.train, begun.test, directory=directory.path, between=signals.check
                 ),
-                needs=needs_of(plan, train_data, test_data, encrypted=wiring.encrypted),
+                needs=needs_of(plan, begun.train, begun.test, encrypted=wiring.encrypted),
                 standing=standing_on(cluster, experiment, directory.path),
             )
             return life.run(signals, lease_s=lease_s, factories=factories)

@@ -83,7 +83,10 @@ def ends_of(plan: Plan, wiring: Wiring, *, incarnation: int) -> dict[str, Ends]:
         name: [other for other in others if not wiring.shares_host(name, other)]
         for name, others in talks.items()
     }
-    into = {name: [other for other in out if name in out[other]] for name in out}
+    into: dict[str, list[str]] = {name: [] for name in out}
+    for other, met in out.items():
+        for name in met:
+            into[name].append(other)
     apart = {name: tuple(dict.fromkeys((*out[name], *into[name]))) for name in out}
     keys = {name: make_keys() for name, others in apart.items() if others and wiring.encrypted}
     ends = {}
@@ -108,8 +111,8 @@ def partners_of(plan: Plan, node: NodePlan) -> tuple[tuple[int, str], ...]:
     """The other partitions of the same replica or evaluator."""
     return tuple(
         (other.partition, other.node)
-        for other in plan.of_role(node.role)
-        if other.replica == node.replica and other.partition != node.partition
+        for other in plan.group_of(node.role, node.replica)
+        if other.partition != node.partition
     )
 
 
