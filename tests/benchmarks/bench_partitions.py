@@ -10,9 +10,12 @@ Two things are measured, each with one BLAS thread a partition, counts of partit
             Between the reports of a worker at a quarter of its steps and at the last one: a run
             of a few seconds begins and ends in half a second, however it is cut
 
-and predicted by `dbctl train --dry-run --partitions`. Printed are medians, ratios of the same round
-and, of the passes, what a partition computes and how long it waits. Bars: speech passes 1.75 and
-steps 1.5, fashion-local 1.6; memory of the speech network's worker 0.65; predictions within 20 %.
+and predicted by `dbctl train --dry-run --partitions`. The peer is the machine: `two copies` is what
+two processes get done that each make the whole network's passes and have nothing to do with each
+other, in units of what one alone gets done. No cut can be expected to do better. Printed are
+medians, ratios of the same round and, of the passes, what a partition computes and how long it
+waits. Bars: speech passes 1.75 and steps 1.5, fashion-local 1.6; memory of the speech network's
+worker 0.65; predictions within 20 %.
 `cpu`: processor time a step of the busiest worker, which other programs disturb less.
 """
 
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -136,14 +140,21 @@ def one_pass(link: Link, talk: Conversation, work: Work) -> None:
                 link.send(again.to, again.message)
 
 
-def passes(name: str, count: int) -> tuple[float, float, float]:
-    """Medians of a pass: seconds, cpu of the busiest partition, seconds waited for others."""
+def passes(name: str, count: int, *, copies: int = 1) -> tuple[float, float, float]:
+    """Medians of a pass: seconds, cpu of the busiest partition, seconds waited for others.
+
+    `copies`: so many cuts at once, none of which knows of the others.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
-        for partition in range(count):
+        for copy, partition in product(range(copies), range(count)):
             ours, theirs = context.Pipe()
-            process = context.Process(target=partner, args=(folder, name, partition, count, theirs))
+            own = Path(folder, str(copy))
+            own.mkdir(mode=0o700, exist_ok=True)
+            process = context.Process(
+                target=partner, args=(str(own), name, partition, count, theirs)
+            )
             process.start()
             theirs.close()  # so that the end of that process ends what is waited for
             pipes.append(ours)
@@ -245,6 +256,7 @@ def predicted(name: str, count: int) -> dict[str, float]:
 
 
 def report(name: str, rounds: int) -> None:
+    copies_s: list[float] = []
     pass_s: dict[int, list[tuple[float, float, float]]] = {count: [] for count in COUNTS}
     runs: dict[int, list[dict[str, float]]] = {count: [] for count in COUNTS}
     forecasts: dict[int, list[dict[str, float]]] = {count: [] for count in COUNTS}
@@ -253,6 +265,7 @@ def report(name: str, rounds: int) -> None:
             pass_s[count].append(passes(name, count))
             runs[count].append(steps(name, count))
             forecasts[count].append(predicted(name, count))
+        copies_s.append(passes(name, 1, copies=2)[0])
     print(f"{name}, {rounds} rounds; ms")
     for count in COUNTS:
         whole, cpu, waited = (1e3 * median(column) for column in zip(*pass_s[count], strict=True))
@@ -274,6 +287,7 @@ def report(name: str, rounds: int) -> None:
         print(f"; memory {run['memory_bytes'] / 1e3 / 2**20:.0f} MiB")
     one, two = COUNTS
     speed_ups = {
+        "two copies": median(2 * a[0] / b for a, b in zip(pass_s[one], copies_s, strict=True)),
         "passes": median(a[0] / b[0] for a, b in zip(pass_s[one], pass_s[two], strict=True)),
         "cpu of passes": median(a[1] / b[1] for a, b in zip(pass_s[one], pass_s[two], strict=True)),
         "steps": median(a["time"] / b["time"] for a, b in zip(runs[one], runs[two], strict=True)),
