@@ -189,7 +189,7 @@ def create(
         with contextlib.ExitStack() as undo:
             undo.callback(run_dir.close)
             run_dir.lock()
-            _check_free(found)
+            _check_free(found, locked=True)
             run_dir.logs.mkdir()
             run_dir.checkpoints.mkdir()
             undo.pop_all()
@@ -291,17 +291,40 @@ def _check_given(path: Path) -> None:
         _check_free(path)
 
 
-def _check_free(path: Path) -> None:
+def _check_free(path: Path, *, locked: bool = False) -> None:
+    """UsageError where something is in it; `locked`: by this process."""
     names = set(os.listdir(path)) - {_LOCK}
     if _RUN in names:
         way = "go on with `dbctl resume`"
         if not any(path.glob("checkpoints/*")):
             way = "it saved nothing: once it has ended remove the directory"
         raise UsageError(f"{path}: holds a run already; {way}, or give another --run-dir")
+    # Who has made something holds the lock already, so that the look at it disturbs no start.
+    if names and not locked and _is_locked(path):
+        raise UsageError(
+            f"{path}: taken by another run, which is just starting; give another --run-dir"
+        )
     if names:
         raise UsageError(
             f"{path}: not empty, it has {min(names)!r}; give --run-dir a new or an empty one"
         )
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a controller holds the lock of the directory now."""
+    try:
+        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
 
 
 def _replace(path: Path, data: bytes, *, durable: bool) -> None:

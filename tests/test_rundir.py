@@ -106,6 +106,16 @@ def test_what_would_be_refused_is_known_with_nothing_made(tmp_path: Path) -> Non
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_directory_where_another_run_is_starting_is_taken(tmp_path: Path) -> None:
+    """It names no file of the other one: what is there changes from one moment to the next."""
+    with create(tmp_path / "r", "x") as other:
+        said = f"{tmp_path}/r: taken by another run, which is just starting; give another --run-dir"
+        assert told(create, tmp_path / "r") == told(check_new, tmp_path / "r") == said
+        (other.path / ".experiment.yaml.tmp").write_text("x")
+        assert told(create, tmp_path / "r") == said
+    assert "not empty, it has '.experiment.yaml.tmp'" in told(create, tmp_path / "r")
+
+
 def test_a_directory_that_holds_a_run_or_anything_else_is_refused(tmp_path: Path) -> None:
     before = sorted(os.listdir(made(tmp_path / "run")))
     with pytest.raises(UsageError, match="it saved nothing: once it has ended remove the dir"):
@@ -269,7 +279,7 @@ def test_two_controllers_cannot_have_one_run(tmp_path: Path) -> None:
 
 def test_of_two_that_are_given_one_empty_directory_one_is_refused(tmp_path: Path) -> None:
     with create(tmp_path, "x"):
-        with pytest.raises(UsageError, match="not empty"):
+        with pytest.raises(UsageError, match="taken by another run"):
             create(tmp_path, "x")
         (tmp_path / "logs").rmdir()  # as if the other had come no further than its lock
         (tmp_path / "checkpoints").rmdir()

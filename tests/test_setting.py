@@ -9,8 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from dbctl.errors import DataError
 from dbctl.experiment.read import load, parse
-from dbctl.experiment.specs import Experiment, PartitionSpec, SandblasterSpec
+from dbctl.experiment.specs import (
+    DataSpec,
+    Experiment,
+    IdxSource,
+    PartitionSpec,
+    SandblasterSpec,
+)
 from dbctl.launch.base import AgentHandle
 from dbctl.plan import NodeSpec, Plan, make_evaluation_plan, make_plan
 from dbctl.region import Range
@@ -22,6 +29,7 @@ from dbctl.run.setting import (
     evaluator_groups,
     make_nodes,
     network_digest,
+    open_data,
     resolve_threads,
 )
 from dbctl.run.wiring import Wiring, wired
@@ -252,6 +260,16 @@ def test_cores_are_shared_out_among_all_partitions(
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert resolve_threads(given).threads == 3
     assert resolve_threads(replace(given, threads=5)).threads == 5
+
+
+def test_all_missing_files_of_both_splits_are_named_at_once() -> None:
+    names = [
+        f"/none/{split}-{part}" for split in ("train", "test") for part in ("images", "labels")
+    ]
+    train, test = (IdxSource(images=i, labels=n) for i, n in (names[:2], names[2:]))
+    with pytest.raises(DataError) as raised:
+        open_data(experiment(data=DataSpec(train=train, test=test)))
+    assert all(f"{name}: no such file" in str(raised.value) for name in names)
 
 
 def test_the_digest_is_of_the_network_and_not_of_how_it_is_run() -> None:

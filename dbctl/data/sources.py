@@ -78,7 +78,7 @@ def open_source(spec: SourceSpec, *, classes_hint: int | None = None) -> Source:
 
     Raises DataError. Paths are taken as they are: relative ones from the working directory.
     """
-    _check_files(spec)
+    check_files(spec)
     match spec:
         case DigitsSource():
             source = _open_digits(spec)
@@ -218,10 +218,10 @@ def _check_labels(source: Source, classes: int) -> None:
         )
 
 
-def _check_files(spec: SourceSpec) -> None:
-    """Whether all files of `spec` can be opened. Raises DataError that names each that cannot."""
+def check_files(*specs: SourceSpec) -> None:
+    """Whether all files of `specs` can be opened. Raises DataError that names each that cannot."""
     faults = []
-    for path, key in files_of(spec):
+    for path, key in dict.fromkeys(found for spec in specs for found in files_of(spec)):
         try:
             open_file(path, key).close()
         except DataError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dbctl.data.prepare import statistics
-from dbctl.data.sources import Source, check, open_source
+from dbctl.data.sources import Source, check, check_files, open_source
 from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment, SshCluster
 from dbctl.launch.base import AgentHandle, start_order
@@ -59,6 +59,8 @@ def open_data(
 
     Here and below `between` is called before each block that is read: what it raises ends this.
     """
+    splits = (experiment.data.train, experiment.data.test)
+    check_files(*(spec for spec in splits if spec is not None))
     train = open_source(experiment.data.train)
     check(train, experiment.network, between=between)
     test = None
