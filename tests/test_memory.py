@@ -125,11 +125,20 @@ def test_close_gives_back_descriptors_and_keeps_arrays_alive() -> None:
 
 @pytest.mark.parametrize("what", ["os.open", "mmap.mmap"])
 @pytest.mark.parametrize(
-    ("number", "cure"),
-    [(errno.EMFILE, "raise `ulimit -n`, here "), (errno.ENFILE, "close some")],
+    ("number", "lack", "cure"),
+    [
+        (errno.EMFILE, "descriptor left for", "raise `ulimit -n`, here "),
+        (errno.ENFILE, "descriptor left for", "close some"),
+        (errno.ENOMEM, "room to map", "raise `ulimit -v` or vm.max_map_count"),
+    ],
 )
-def test_no_descriptor_left_is_no_fault_of_the_peer(
-    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, what: str, number: int, cure: str
+def test_what_this_process_lacks_is_no_fault_of_the_peer(
+    buffer: SharedBuffer,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    number: int,
+    lack: str,
+    cure: str,
 ) -> None:
     """A message that were dropped for it would be waited for."""
 
@@ -139,14 +148,25 @@ def test_no_descriptor_left_is_no_fault_of_the_peer(
     before, shared, mappings = n_descriptors(), describe(View(buffer, 0, 10)), Mappings()
     with monkeypatch.context() as patch:
         patch.setattr(f"dbctl.transport.memory.{what}", none_left)
-        with pytest.raises(RunError, match="too many open files") as caught:
+        with pytest.raises(RunError, match=os.strerror(number).lower()) as caught:
             mappings.open(shared, PEER)
-    assert f"process {os.getpid()} has no descriptor left for the memory of {PEER}" in str(
-        caught.value
-    )
-    assert cure in str(caught.value)
+    said = f"process {os.getpid()} has no {lack} the memory of {PEER}: "
+    assert str(caught.value).startswith(said)
+    assert f"; {cure}" in str(caught.value)
     assert n_descriptors() == before
     assert mappings.open(shared, PEER).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM])
+def test_a_path_that_leads_nowhere_is_the_peers_fault(
+    buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("dbctl.transport.memory.os.open", refuse)
+    with pytest.raises(PeerError, match="cannot be opened"):
+        Mappings().open(describe(View(buffer, 0, 10)), PEER)
 
 
 def test_a_buffer_that_nobody_holds_leaves_no_descriptor() -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from dbctl.errors import RunError
+from dbctl.errors import DataError, RunError
 from dbctl.keys import KeyRow, Tcp
 from dbctl.launch.base import python_command, python_environment
 from dbctl.node import loop
@@ -353,8 +353,9 @@ def test_nothing_heavy_is_imported_before_the_spec_is_read() -> None:
     assert not heavy & set(modules)
 
 
+@pytest.mark.parametrize("role_fails", [False, True])
 def test_a_node_whose_link_has_failed_says_so_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], role_fails: bool
 ) -> None:
     """It can tell nobody any more; its agent has the end of its log."""
 
@@ -373,10 +374,17 @@ def test_a_node_whose_link_has_failed_says_so_in_one_line(
 
     monkeypatch.setattr(loop, "Link", FailedLink)
     monkeypatch.setattr(loop, "_watch", lambda link, node: None)
-    monkeypatch.setattr(loop, "build_role", lambda spec, link: link.send())
+
+    def build(spec: NodeSpec, link: FailedLink) -> None:
+        if role_fails:
+            raise DataError("x.npz", "was cut")
+        link.send()
+
+    monkeypatch.setattr(loop, "build_role", build)
     assert run_node(spec()) == EXIT_FAILED
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith(" shard-1 failed: RunError: no descriptor left")
+    error = "DataError: x.npz: was cut" if role_fails else "RunError: no descriptor left"
+    assert line.endswith(f" shard-1 failed: {error}")
     assert FailedLink.closed
 
 

@@ -93,7 +93,7 @@ def run_node(spec: NodeSpec) -> int:
     except Exception as error:
         log(spec.node, f"failed{_told(error)}")
         # To the agent too: it tells the controller of this death, with this word.
-        with suppress(type(error)):  # a link that has failed raises that, again and again
+        with suppress(Exception):  # a link that has failed raises why, maybe not this error
             for to in (CONTROLLER, agent):
                 link.send(to, Failed(one_line(error)))
         linger_s = 1.0

@@ -120,7 +120,7 @@ class Session:
             if self._signals.count:  # who asked it to end does not wait for it to come up
                 return Outcome(status=self._signals.status)
             raise
-        except RunError as error:  # this process cannot go on: it has no descriptor left
+        except RunError as error:  # this process cannot take what it is sent, or not keep it
             self._fail(str(error), error)
             assert self._outcome is not None
             return self._outcome

@@ -2,8 +2,8 @@
 
 Rules of this file: no message and no socket; a buffer has no name in any file system, so nothing is
 left whoever dies; nothing that a peer says about memory is believed before it is checked. What is
-the peer's fault is PeerError, and its message is dropped; where no descriptor is left here it is
-RunError, because whoever waits for that message would do so for ever.
+the peer's fault is PeerError, and its message is dropped; where this process lacks a descriptor or
+room to map it, it is RunError, because whoever waits for that message would do so for ever.
 
 Theory of operation: the owner makes a memfd, reserves all of it (`posix_fallocate`: lack of memory
 is an error here and never a SIGBUS later), maps it, and seals it: its size is fixed, and the kernel
@@ -178,7 +178,7 @@ class Mappings:
     def open(self, shared: Shared, peer: Peer) -> Array:
         """The payload as a flat read-only array; PeerError when it is not what the header says.
 
-        RunError: this process has no descriptor left to map it by.
+        RunError: this process has no descriptor left to map it by, or no room for a mapping.
         """
         _check_bounds(shared, peer)
         maps = self._peers.setdefault(peer, OrderedDict())
@@ -231,13 +231,19 @@ def _map_read_only(shared: Shared, peer: Peer) -> mmap.mmap:
 
 
 def _fault(error: OSError | ValueError, what: str, peer: Peer) -> PeerError | RunError:
-    """The peer's, unless there is no descriptor left here, nor will there be for the next one."""
-    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-        return PeerError(str(peer), f"{what}: {error}")
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    cure = f"raise `ulimit -n`, here {limit:,}" if error.errno == errno.EMFILE else "close some"
+    """The peer's, unless this process lacks something, as it will for the next one too."""
+    match error:
+        case OSError(errno=errno.EMFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            lack, cure = "descriptor left for", f"raise `ulimit -n`, here {limit:,}"
+        case OSError(errno=errno.ENFILE):
+            lack, cure = "descriptor left for", "close some"
+        case OSError(errno=errno.ENOMEM):  # of the host there is enough: its owner has reserved it
+            lack, cure = "room to map", "raise `ulimit -v` or vm.max_map_count"
+        case _:
+            return PeerError(str(peer), f"{what}: {error}")
     return RunError(
-        f"process {os.getpid()} has no descriptor left for the memory of {peer}: {reason(error)}; "
+        f"process {os.getpid()} has no {lack} the memory of {peer}: {reason(error)}; "
         f"{cure}, or take fewer replicas or shards"
     )
 

@@ -2,8 +2,8 @@
 
 Rules of this file: everything but `submit` runs in the link thread; nothing blocks but the one
 poll; nothing that a peer sends raises out of `turn`: it is dropped, counted, and told as far as it
-is news. What does come out of `turn` is a defect of ours, or that no descriptor is left here for
-what came (RunError), and ends the process (`Link` hands it over).
+is news. What does come out of `turn` is a defect of ours, or that this process lacks what it takes
+to map what came (RunError), and ends the process (`Link` hands it over).
 
 Theory of operation: `turn` polls the sockets, the eventfd by which the loop wakes it, and the
 descriptor whose end means that the parent is gone. A message for this node is delivered; one for
