@@ -15,6 +15,7 @@ import msgspec
 from dbctl.checkpoint.layout import Facts
 from dbctl.checkpoint.writer import Writer
 from dbctl.data.sources import digest
+from dbctl.errors import DbctlError
 from dbctl.experiment.read import parse
 from dbctl.experiment.resolve import to_yaml
 from dbctl.launch.base import AgentHandle
@@ -144,7 +145,7 @@ class InprocRun:
         assert ended, f"not done after {self.net.now:.0f} virtual seconds"
         return self.net.done[CONTROLLER]
 
-    def end(self, done: Done) -> Summary:
+    def end(self, done: Done, *, error: DbctlError | None = None) -> Summary:
         """What the last line of the life says; its last checkpoint is that of `saved`."""
         life, display = self.life, SilentDisplay()
         life.display = display
@@ -152,9 +153,8 @@ class InprocRun:
             life.run_dir, display, self.coordinator, run="run", now=lambda: self.net.now
         )
         records.saved(Saved(step=self.saved[-1], path=life.run_dir.checkpoints))
-        life._finish(
-            records, Nodes({}, lease_s=1.0), Outcome(status=done.status, reason=done.reason)
-        )
+        outcome = Outcome(status=done.status, reason=done.reason, error=error)
+        life._finish(records, Nodes({}, lease_s=1.0), outcome)
         records.close()
         assert display.summary is not None
         return display.summary

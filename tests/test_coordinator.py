@@ -277,6 +277,29 @@ def test_an_interrupt_does_not_push_and_names_its_status(status: str) -> None:
     assert boss.report(1, 1, "halted")[-1] == Done(status)  # nothing is measured
 
 
+@pytest.mark.parametrize("measuring", [False, True])
+def test_an_interrupt_at_the_end_takes_its_reason_away(measuring: bool) -> None:
+    """The last line would give the stop that was reached as why it was interrupted."""
+    boss = Boss(stop=StopSpec(seconds=5.0), evaluators=[("evaluator-0",)])
+    boss.report(0, 3)
+    boss.role.step(5.0)
+    states = [lambda: boss.report(0, 3, "halted"), lambda: boss.report(1, 3, "halted")]
+    if measuring:
+        assert sent([effect for halt in states for effect in halt()], Evaluate) != []
+        assert boss.role.interrupt(5.1, "interrupted")[-1] == Done("interrupted", "")
+    else:
+        assert boss.role.interrupt(5.1, "interrupted") == []
+        assert [effect for halt in states for effect in halt()][-1] == Done("interrupted", "")
+
+
+def test_an_interrupt_does_not_undo_a_failure() -> None:
+    boss = Boss(replicas=2, min_replicas=2)
+    boss.dies("worker-0.0")
+    assert boss.role.interrupt(0.3, "interrupted") == []
+    done = boss.report(1, 3, "halted")[-1]
+    assert done == Done("failed", "1 replicas live, min_replicas is 2")
+
+
 # ----------------------------------------------------------------------------------- evaluations
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dbctl.experiment.read import parse
 from dbctl.progress.display import BAR_S, LINE_S, Display, make_display
 from dbctl.progress.stream import MAX_WAITING, Stream
 from dbctl.progress.text import (
@@ -28,7 +27,6 @@ from dbctl.progress.text import (
     Snapshot,
     Summary,
     describe_bar,
-    describe_changes,
     describe_duration,
     describe_summary,
     to_json,
@@ -202,30 +200,6 @@ def test_after_a_resume_the_last_line_says_what_is_of_this_life(
 @pytest.mark.parametrize("status", FINISHED)
 def test_every_end_of_a_runs_own_is_done(status: str) -> None:
     assert describe_summary(replace(SUMMARY, status=status)) == describe_summary(SUMMARY)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ([], []),
-        (["shards=3", "replicas=2"], ["replicas 1 -> 2", "shards 1 -> 3"]),
-        (["stop={epochs: 2}"], ["stop.epochs none -> 2", "stop.steps 9 -> none"]),
-        (["stop.steps=20000", "name=b"], ["name a -> b", "stop.steps 9 -> 20,000"]),
-        (["evaluate={every: 1 epoch}"], ["evaluate.every none -> 1 epoch"]),
-        (["partition.count=2"], ["partition.count 1 -> 2"]),
-        (["cluster={launcher: ssh, hosts: [{name: a}]}"], ["another cluster"]),
-        (["network.layers=[{type: dense, units: 3}]"], ["another network.layers"]),
-    ],
-)
-def test_changes_name_the_key_and_both_values(overrides: list[str], said: list[str]) -> None:
-    text = (
-        "version: 1\nname: a\ndata:\n  train: {source: digits, split: train}\n"
-        "  test: {source: digits, split: test}\n"
-        "network: {input: [64], layers: [{type: dense, units: 10}], loss: softmax}\n"
-        "optimizer: {type: downpour, batch_size: 4, rule: {type: sgd, rate: 0.1}}\n"
-        "stop: {steps: 9}\nevaluate: off\n"
-    )
-    assert describe_changes(parse(text), parse(text, overrides=overrides)) == said
 
 
 def test_time_left_is_by_the_speed_since_the_first_snapshot() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,15 @@ import pytest
 from dbctl.checkpoint.layout import Manifest, ReplicaRow
 from dbctl.checkpoint.reader import Checkpoint, list_checkpoints, newest_good
 from dbctl.cli.main import main
-from dbctl.errors import CheckpointError, ExperimentError, LaunchError, UsageError
-from dbctl.experiment.read import parse
+from dbctl.errors import (
+    CheckpointError,
+    DbctlError,
+    ExperimentError,
+    LaunchError,
+    RunError,
+    UsageError,
+)
+from dbctl.experiment.read import load, parse
 from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment
 from dbctl.launch.inproc import Faults
@@ -26,6 +34,7 @@ from dbctl.roles.base import Done
 from dbctl.roles.shard import Shard
 from dbctl.run import room
 from dbctl.run.resume import CHANGEABLE, beginnings, check_overrides, prepare
+from dbctl.run.signals import Interrupted
 from dbctl.rundir import RunDir
 from dbctl.wire import Position
 from tests.inproc_run import begin, go_on
@@ -414,7 +423,45 @@ def test_the_data_were_changed(done: RunDir) -> None:
         prepare(done)
 
 
+def test_a_signal_is_heard_while_the_plan_is_made(done: RunDir) -> None:
+    """Digits are read in one block, so it is the plan that asks."""
+
+    def check() -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        prepare(done, between=check)
+
+
 # ------------------------------------------------------------------------------------ what is told
+
+
+LEFT = " · logs that could not be sent stay there: "
+HOSTS = "cluster={launcher: ssh, hosts: [{name: a, workdir: /w}, {name: b, workdir: /v}]}"
+
+
+@pytest.mark.parametrize(
+    ("error", "hosts"),
+    [
+        (RunError("no descriptor left"), ["a:/w", "b:/v"]),
+        (LaunchError("agent-1", "ended", host="b"), ["b:/v"]),
+        (LaunchError("agent-1", "ended", host="b", about="cluster"), ["a:/w", "b:/v"]),
+        (LaunchError("shard-0", "ended", host="b"), []),
+        (CheckpointError("step-9", "cannot be written"), []),
+        (None, []),
+    ],
+)
+@pytest.mark.parametrize("status", ["failed", "interrupted"])
+def test_where_logs_lie_that_nobody_hears_of(
+    error: DbctlError | None, hosts: list[str], status: str, tmp_path: Path
+) -> None:
+    run_dir, run = begin(TEXT, tmp_path / "r")
+    run.run()
+    experiment = load(str(run_dir.resolved), [HOSTS])
+    run.life.plan = replace(run.life.plan, experiment=experiment)
+    notes = " · ".join(run.end(Done(status), error=error).notes)
+    left = ", ".join(f"{host}/{run.life.run_id}" for host in hosts)
+    assert notes.partition(LEFT)[2] == left
 
 
 @pytest.mark.parametrize("n_push", [1, 7])

@@ -345,6 +345,12 @@ def test_a_line_search_that_fails_keeps_the_best_point(tmp_path: Path) -> None:
     checkpoint, _ = newest_good(run_dir.checkpoints)
     assert checkpoint.manifest.extra["finished"] is False
     assert losses(run)[-1] == best
+    again = go_on(run_dir)
+    assert again.run() == done, "a resume would end alike"
+    for life in (run, again):
+        *_, note = life.end(done).notes
+        assert note.startswith("a resume would end alike: a new run with another method")
+        assert note.endswith(f" initialize_from: {run_dir.path}")
 
 
 def test_a_loss_that_is_not_finite_at_the_start_ends_the_run(tmp_path: Path) -> None:

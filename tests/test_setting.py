@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from dbctl.data.files import open_file
+from dbctl.data.sources import DIGITS_PATH
 from dbctl.errors import DataError
 from dbctl.experiment.read import load, parse
 from dbctl.experiment.specs import (
@@ -270,6 +272,16 @@ def test_all_missing_files_of_both_splits_are_named_at_once() -> None:
     with pytest.raises(DataError) as raised:
         open_data(experiment(data=DataSpec(train=train, test=test)))
     assert all(f"{name}: no such file" in str(raised.value) for name in names)
+
+
+def test_files_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(
+        "dbctl.data.sources.open_file",
+        lambda path, key: looked.append(path) or open_file(path, key),  # type: ignore[func-returns-value]
+    )
+    open_data(experiment())
+    assert looked == [DIGITS_PATH]
 
 
 def test_the_digest_is_of_the_network_and_not_of_how_it_is_run() -> None:

@@ -283,6 +283,15 @@ def test_how_a_run_goes_on_that_did_not_end_by_itself(
     assert wanted in list(run_lines(of_run(run_dir)))
 
 
+def test_a_line_search_that_failed_is_not_resumed(run_dir: RunDir) -> None:
+    run_dir.write_status(STATUS | {"state": "line_search_failed"})
+    assert list(run_lines(of_run(run_dir)))[1] == "nothing was saved: train it anew"
+    (run_dir.checkpoints / "step-000000040").mkdir()
+    way = list(run_lines(of_run(run_dir)))[1]
+    assert way.startswith("a resume would end alike: ")
+    assert way.endswith(f"initialize_from: {run_dir.path}")
+
+
 def test_a_directory_is_told_as_a_shell_reads_it(tmp_path: Path) -> None:
     with create(tmp_path / "my run", "x") as found:
         found.write_info(dead_info())

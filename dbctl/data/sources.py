@@ -73,12 +73,16 @@ class Source:
         return "labels" if self.y.ndim == 1 else "targets"
 
 
-def open_source(spec: SourceSpec, *, classes_hint: int | None = None) -> Source:
+def open_source(
+    spec: SourceSpec, *, classes_hint: int | None = None, checked: bool = False
+) -> Source:
     """Open what `spec` names. `classes_hint`: labels must be below it, where it is known.
+    `checked`: `check_files` was called for it.
 
     Raises DataError. Paths are taken as they are: relative ones from the working directory.
     """
-    check_files(spec)
+    if not checked:
+        check_files(spec)
     match spec:
         case DigitsSource():
             source = _open_digits(spec)

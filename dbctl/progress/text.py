@@ -7,16 +7,20 @@ was not measured is None, and so is what is not a number in JSON.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from dbctl.experiment.specs import Every
 from dbctl.process import escape_line
 
 _LONG = ("accuracy", "examples/s", "staleness")
 FINISHED = ("done", "converged", "max_iterations")  # a run's own ends, all of them "done" in words
+SEARCH_FAILED = "line_search_failed"
+FAILED = ("failed", SEARCH_FAILED)
+STOPPED = ("stopped", "interrupted")
+UNFINISHED = (*FAILED, *STOPPED)  # ends of which it is said how the run goes on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +161,16 @@ def describe_summary(summary: Summary) -> str:
     return escape_line(" · ".join(parts))
 
 
+def way_on(status: str, run_dir: str) -> str:
+    """How a run goes on that was saved; a search that failed does so again: nothing is random."""
+    if status == SEARCH_FAILED:
+        return (
+            "a resume would end alike: a new run with another method or line search can begin with "
+            f"its parameters, initialize_from: {run_dir}"
+        )
+    return f"resume: dbctl resume {shlex.quote(run_dir)}"
+
+
 def _of_lives(summary: Summary) -> str:
     """The rate, and where it is not that of all examples and seconds, of which."""
     s = summary
@@ -168,25 +182,6 @@ def _of_lives(summary: Summary) -> str:
         whose, own = "this one", [f"{s.life_examples:,} in {s.life_seconds:.1f} s"]
     last = f"; {whose} {', '.join([*own, *rate])}" if own or rate else ""
     return f" in {s.lives} lives{last}"
-
-
-def describe_changes(before: Any, now: Any, key: str = "") -> list[str]:
-    """What differs between two specs: `shards 2 -> 3`, and of what is no single value its key."""
-    if before == now:
-        return []
-    specs = [v for v in (before, now) if is_dataclass(v) and not isinstance(v, Every)]
-    if len(specs) == 2 and type(before) is type(now):
-        keys = [(field.name, f"{key}.{field.name}".lstrip(".")) for field in fields(now)]
-        return [
-            c for n, k in keys for c in describe_changes(getattr(before, n), getattr(now, n), k)
-        ]
-    if specs or isinstance(now, tuple):
-        return [f"another {key}"]
-    return [f"{key} {_value(before)} -> {_value(now)}"]
-
-
-def _value(value: Any) -> str:
-    return "none" if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 def counted(number: int, noun: str) -> str:

@@ -291,7 +291,8 @@ class Leader(ABC):
         """Ctrl-C or a signal: stop after the step in hand, save, end. `status` names which."""
         if self._phase is Phase.RUNNING:
             return self._halt(now, push=False, status=status, reason="")
-        self._status = status if self._status not in UNMEASURED else self._status
+        if self._status not in UNMEASURED:
+            self._status, self._reason = status, ""
         self._final_measured = True
         return self._finish_if_complete(now) if self._phase is Phase.MEASURING else []
 

@@ -19,13 +19,22 @@ from functools import partial
 from msgspec.structs import replace
 
 from dbctl.checkpoint.layout import Facts, ReplicaRow
-from dbctl.errors import DbctlError, LaunchError
+from dbctl.errors import DbctlError, LaunchError, RunError
 from dbctl.experiment.specs import Experiment, SshCluster
 from dbctl.launch.base import Launcher, make_runtime
 from dbctl.launch.ssh_words import NOWHERE, Standing
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
-from dbctl.progress.text import FINISHED, Summary, counted
+from dbctl.progress.text import (
+    FAILED,
+    FINISHED,
+    SEARCH_FAILED,
+    STOPPED,
+    UNFINISHED,
+    Summary,
+    counted,
+    way_on,
+)
 from dbctl.roles.base import Save
 from dbctl.roles.cuts import CompleteCut
 from dbctl.run.findings import Needs
@@ -53,8 +62,7 @@ from dbctl.rundir import RunDir, RunInfo
 
 EXIT_CODES = {
     **dict.fromkeys(FINISHED, 0),
-    "failed": 1,
-    "line_search_failed": 1,
+    **dict.fromkeys(FAILED, 1),
     "stopped": 75,
     "interrupted": 130,
 }
@@ -267,7 +275,7 @@ class Life:
             notes.append(f"replica {replica} was lost: its {rows:,} rows were left out")
         if figures.refused():
             notes.append(f"{figures.refused()} gradients that were not finite were refused")
-        if outcome.status in ("stopped", "interrupted") and outcome.reason:
+        if outcome.status in STOPPED and outcome.reason:
             unsaved = "" if self.coordinator.is_saved else "the final checkpoint was not taken: "
             notes.append(f"{unsaved}{outcome.reason}")
         if outcome.status in FINISHED and outcome.reason:
@@ -278,9 +286,9 @@ class Life:
             notes.append(diverged)
         if records.save_error:
             notes.append(f"the last checkpoint failed: {records.save_error}")
-        if outcome.status in ("stopped", "interrupted", "failed"):
-            notes.append(self._how_to_go_on(records))
-        if isinstance(outcome.error, LaunchError) and (left := self._left_on(outcome.error)):
+        if outcome.status in UNFINISHED:
+            notes.append(self._how_to_go_on(outcome.status, records))
+        if left := self._left_on(outcome.error):
             notes.append(f"logs that could not be sent stay there: {left}")
         return notes
 
@@ -291,18 +299,26 @@ class Life:
         limit = getattr(self.experiment.stop, outcome.reason)
         return f"stop.{outcome.reason} ({limit:,}) was reached"
 
-    def _left_on(self, error: LaunchError) -> str:
-        """Where logs of hosts lie whose agents ended early; "" where there are none."""
+    def _left_on(self, error: DbctlError | None) -> str:
+        """Where logs of hosts lie whose agents ended early, or whom this process cannot hear any
+        more (RunError); "" where there are none.
+        """
         cluster = self.experiment.cluster
-        if not isinstance(cluster, SshCluster) or not error.node.startswith("agent-"):
+        if not isinstance(cluster, SshCluster):
             return ""
-        hosts = [h for h in cluster.members if error.about == "cluster" or h.name == error.host]
+        hosts = list(cluster.members)
+        if isinstance(error, LaunchError) and error.node.startswith("agent-"):
+            hosts = [h for h in hosts if error.about == "cluster" or h.name == error.host]
+        elif not isinstance(error, RunError):
+            return ""
         return ", ".join(f"{host.name}:{host.workdir}/{self.run_id}" for host in hosts)
 
-    def _how_to_go_on(self, records: RunRecords) -> str:
+    def _how_to_go_on(self, status: str, records: RunRecords) -> str:
         if not self.run_dir.resolved.exists():
             gone = "the run directory was removed meanwhile, and nothing is left to resume"
             return f"{gone}: train it anew"
+        if status == SEARCH_FAILED and (records.checkpoint or self.origin.restore):
+            return way_on(status, str(self.run_dir.path))
         resume = f"`dbctl resume {shlex.quote(str(self.run_dir.path))}`"
         if records.checkpoint is not None:
             step = records.checkpoint.step

@@ -19,6 +19,7 @@ from dbctl.checkpoint.reader import Checkpoint, newest_good
 from dbctl.data.order import steps_per_epoch
 from dbctl.data.sources import Source, digest
 from dbctl.errors import CheckpointError, ExperimentError, RunError, UsageError
+from dbctl.experiment.changes import describe_changes
 from dbctl.experiment.read import load
 from dbctl.experiment.resolve import to_yaml
 from dbctl.experiment.shape import fields_of, keys_below
@@ -27,7 +28,7 @@ from dbctl.experiment.words import nearest, unknown_key
 from dbctl.model.network import tensors
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
-from dbctl.progress.text import Summary, describe_changes
+from dbctl.progress.text import Summary
 from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.clusters import Cluster, overrides_on, standing_on
 from dbctl.run.find import find
@@ -156,7 +157,8 @@ def prepare(
 ) -> Resumption:
     """What `resume` would go on with; nothing is started, only missing statistics are written.
 
-    `between` is called before each block of data that is read: what it raises ends this.
+    `between` is called before each block of data that is read, and for each replica: what it raises
+    ends this.
     """
     check_overrides(overrides)
     checkpoint, warnings = newest_good(run_dir.checkpoints)
@@ -169,7 +171,7 @@ def prepare(
     _check_data(checkpoint, data)
     if experiment.data.train.standardize and not (run_dir.path / STATISTICS).exists():
         keep_statistics(experiment, train, run_dir, between=between)
-    plan = plan_of(experiment, train, test)
+    plan = plan_of(experiment, train, test, between=between)
     wiring = wire(plan)
     warnings = [*warnings, *check_room(plan, train, test)]
     manifest = checkpoint.manifest

@@ -61,11 +61,11 @@ def open_data(
     """
     splits = (experiment.data.train, experiment.data.test)
     check_files(*(spec for spec in splits if spec is not None))
-    train = open_source(experiment.data.train)
+    train = open_source(experiment.data.train, checked=True)
     check(train, experiment.network, between=between)
     test = None
     if experiment.data.test is not None:
-        test = open_source(experiment.data.test)
+        test = open_source(experiment.data.test, checked=True)
         check(test, experiment.network, between=between)
     return train, test
 

@@ -8,7 +8,6 @@ How old figures are is told, and decides nothing: it is by the clock of who wrot
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from msgspec import to_builtins
 from dbctl.errors import RunError, UsageError
 from dbctl.plan import describe_bytes
 from dbctl.process import escape_line
-from dbctl.progress.text import counted, describe_duration
+from dbctl.progress.text import FAILED, UNFINISHED, counted, describe_duration, way_on
 from dbctl.run import clusters
 from dbctl.run.cluster_hosts import Seen
 from dbctl.run.cluster_hosts import look as look_at
@@ -215,11 +214,11 @@ def _remarks(seen: RunSeen) -> Iterator[str]:
         yield f"{age}: {controller} does not answer"
     elif age:
         yield age
-    if seen.state in ("failed", "line_search_failed") and seen.status.get("reason"):
+    if seen.state in FAILED and seen.status.get("reason"):
         yield f"cause: {seen.status['reason']}"
-    if seen.state in (LOST, "failed", "stopped", "interrupted"):
-        resume = f"resume: dbctl resume {shlex.quote(seen.run_dir)}"
-        yield resume if seen.is_saved else "nothing was saved: train it anew"
+    if seen.state in (LOST, *UNFINISHED):
+        way = way_on(seen.state, seen.run_dir)
+        yield way if seen.is_saved else "nothing was saved: train it anew"
 
 
 def _ago(age_s: float | None) -> str:
