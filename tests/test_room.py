@@ -67,7 +67,7 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(
     assert caught.value.exit_code == 3
     assert "for the shards + " in said
     assert " for the workers + " in said
-    assert "7 processes x 24 MiB" in said, "2 shards, 3 workers, an evaluator, the agent"
+    assert "7 processes x 9 MiB" in said, "2 shards, 3 workers, an evaluator, the agent"
     assert f"= {needed / 2**30:.2f} GiB; {needed / 2**30:.2f} GiB are available" in said
     assert "fewer replicas" in said
 
@@ -148,7 +148,7 @@ def test_mere_processes_are_refused_before_anything_is_read_or_planned(
     for words in (many, [*many, "--dry-run"]):
         assert main(words) == 3
         said = capsys.readouterr().err
-        assert "it needs 1,000,004 processes x 24 MiB = 23437.59 GiB; 16.00 GiB are" in said
+        assert "it needs 1,000,004 processes x 9 MiB = 8789.10 GiB; 16.00 GiB are" in said
     monkeypatch.setattr(room, "raise_descriptor_limit", lambda: 20_000)
     assert main(many) == 3
     said = capsys.readouterr().err

@@ -44,9 +44,9 @@ def dry_run(
 ) -> Iterator[str]:
     """Lines of the plan and, for counts of partitions like `1,2,4`, of the forecast.
 
-    DbctlError where a run would be refused before it starts, or a count is bad: before anything is
-    measured. `warn` is told as for a run, and where the run of `initialize_from` is not
-    there yet; `tell` what takes its time.
+    DbctlError where `prepare` refuses a run, or a count is bad: before anything is measured. `warn`
+    is told as for a run, and where the run of `initialize_from` is not there yet; `tell` what takes
+    its time.
     """
     overrides = overrides_on(cluster, overrides)
     standing = NOWHERE if cluster is None else cluster.standing()

@@ -25,7 +25,7 @@ from dbctl.process import raise_descriptor_limit
 from dbctl.region import Range
 from dbctl.shards import SHARD_ALIGN
 
-OWN_BYTES = 24 << 20  # of a process, and shared with no other; measured
+OWN_BYTES = 9 << 20  # of a process, and shared with no other fork of its template; measured
 WARN_SHARE = 0.8
 # Threads of workers a core. A worker waits now and then, for its shards and for other partitions,
 # so some more of them than cores keep the cores busy; more than that only take turns.

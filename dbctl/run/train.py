@@ -64,7 +64,8 @@ def prepare(
     starts: bool = True,
     between: Callable[[], None] = lambda: None,
 ) -> Beginning:
-    """Everything that a run can be refused for on this machine, with nothing started or written.
+    """What a run can be refused for on this machine, with nothing started or written: all but an
+    address of a host that is not found, and rows that cannot be standardized.
 
     `warn` is told what a run can live with. `starts`: False where nobody will start it, so the run
     of initialize_from may not be there yet. `between` is called before each block of data that is
