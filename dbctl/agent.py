@@ -53,6 +53,8 @@ from dbctl.wire_processes import Failed, Kill, Start, Started
 END_GENTLE_S = 1.0  # from the end of all inputs to SIGKILL: lease + 2 s is the promise
 END_KILL_S = 0.8  # how long the killed may take to be reaped
 LOOK_S = 0.25  # how late the end of the lease is seen
+LOOK_FORKED_S = 0.002  # how late it is seen that a node was forked
+FORK_S = 5.0  # how long a template may take; no more than half a lease, which the controller waits
 LAST_LOGS_S = 2.0  # how long the rest of the logs may take once all nodes have ended
 
 _now = time.monotonic
@@ -82,7 +84,8 @@ class Agent:
             now = _now()
             if not self.link.lease_in_force(now):
                 return "the lease ran out: nothing was heard of the controller"
-            messages = self.link.receive(max(0.0, min(self.children.due() - now, LOOK_S)))
+            look_s = LOOK_FORKED_S if self.children.waiting else LOOK_S
+            messages = self.link.receive(max(0.0, min(self.children.due() - now, look_s)))
             if self.link.closed_by_parent:
                 return LET_GO
             if messages:
@@ -94,6 +97,9 @@ class Agent:
                 # After Finish too, what was filed is heard: the rest of a log would wait for it.
                 if not self.over or isinstance(message, LogFiled):
                     self._take(peer, message)
+            for answer in self.children.forked(_now()):
+                log(self.name, _became(answer))
+                self.link.send(CONTROLLER, answer)
             # After the messages: a node's own word (Failed) came before its death.
             self._report(self.children.reap())
             self.children.kill_due(_now())
@@ -107,9 +113,12 @@ class Agent:
             log(self.name, f"ignored {type(message).__name__} of {peer}")
         elif isinstance(message, Start):
             answer = self.children.start(message)
-            log(self.name, _became(message, answer))
             if answer is not None:
+                log(self.name, _became(answer))
                 self.link.send(CONTROLLER, answer)
+            elif (message.node, message.incarnation) not in self.children.waiting:
+                node = f"{message.node}#{message.incarnation}"
+                log(self.name, f"{node} is not started: a later life of it is known")
         elif isinstance(message, Kill):
             log(self.name, f"kill {message.node}#{message.incarnation}, gently {message.gently}")
             self._report([e for e in [self.children.kill(message, _now())] if e is not None])
@@ -158,16 +167,14 @@ class Agent:
         self.children.close()
 
 
-def _became(order: Start, answer: Started | Exited | None) -> str:
+def _became(answer: Started | Exited) -> str:
     """What an order to start came to, as the log says it."""
-    node = f"{order.node}#{order.incarnation}"
+    node = f"{answer.node}#{answer.incarnation}"
     match answer:
         case Started(pid=pid):
             return f"{node} started with pid {pid}"
         case Exited(status=status, word=word):
             return f"{node} is over, status {status}" + (word and f": {escape_line(word)}")
-        case None:
-            return f"{node} is not started: a later life of it is known"
 
 
 def main(argv: list[str]) -> int:
@@ -217,7 +224,8 @@ def take_orders(options: argparse.Namespace, greeting: Greeting, *, logs: LogSen
         watch_fd=0,
         on_trouble=partial(log, options.name),
     )
-    children = Children(Path(options.logs), forks_here(options.name))
+    forks = forks_here(options.name, min(FORK_S, options.lease / 2))
+    children = Children(Path(options.logs), forks)
     agent = Agent(link, children, name=options.name, logs=logs)
     agent.handle_signals()
     agent.on_orders = greeting.close

@@ -1,10 +1,12 @@
 """The nodes that an agent has started: processes of one host, how they end and what is told of it.
 
-Rules of this file: it signals only processes that it started, and only while they are not reaped:
-their number cannot belong to anybody else before. It knows no link: its answers are messages.
+Rules of this file: it signals only processes that it started or had forked, and only while they are
+not reaped: their number cannot belong to anybody else before. It knows no link: its answers are
+messages.
 
 Theory of operation. Commands are totals: Start of what runs is answered by Started, of what is over
-by Exited, so either may be lost or repeated. A node is one process group; a dead leader is looked
+by Exited, so either may be lost or repeated; of what is being forked it is answered when that is
+done. A node is one process group; a dead leader is looked
 at without reaping it, its group is killed while its number is still its own, and only then is it
 reaped. A node is ended by closing its standard input, as if the agent were gone, and by SIGKILL
 where that is not enough.
@@ -20,8 +22,9 @@ import subprocess
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import BinaryIO
 
-from dbctl.forks import Forked, Forks
+from dbctl.forks import Forked, Forks, Question, environment
 from dbctl.process import SPEC_BYTES_MAX, one_line, tail
 from dbctl.transport.line import NODE_NAME
 from dbctl.wire import Exited, Peer
@@ -33,13 +36,20 @@ CANNOT_START = 127  # the status of a node that could not be started, as the she
 Key = tuple[str, int]
 
 
+@dataclass(frozen=True)
+class Log:
+    """Where a node's outputs go, and where this incarnation's begin in it."""
+
+    path: Path
+    start: int
+
+
 @dataclass
 class Child:
-    """One node's process. `log_start`: where this incarnation's text begins in its log."""
+    """One node's process."""
 
     process: subprocess.Popen[bytes] | Forked
-    log_path: Path
-    log_start: int
+    log: Log
     kill_at: float = inf
     word: str = ""
 
@@ -63,43 +73,97 @@ class Child:
 
 @dataclass
 class Children:
-    """The processes of this host, by node and incarnation, and how the ended ones ended."""
+    """The processes of this host, by node and incarnation, and how the ended ones ended.
+
+    `waiting`: what is being forked, and the open log of each.
+    """
 
     logs: Path
     forks: Forks | None = None  # None: each node is a program of its own
     running: dict[Key, Child] = field(default_factory=dict)
     ended: dict[Key, Exited] = field(default_factory=dict)
+    waiting: dict[Key, tuple[Question, BinaryIO]] = field(default_factory=dict)
 
     def start(self, order: Start) -> Started | Exited | None:
-        """Starts what is asked for; says what became of it. None: a newer incarnation is known."""
+        """Starts what is asked for; says what became of it.
+
+        None: nothing yet, see `forked`; or never, as a newer incarnation is known.
+        """
         key = (order.node, order.incarnation)
         if key in self.running:
             return Started(*key, self.running[key].process.pid)
         if key in self.ended:
             return self.ended[key]
-        for node, incarnation in [*self.running, *self.ended]:
+        if key in self.waiting:
+            return None
+        for node, incarnation in [*self.running, *self.ended, *self.waiting]:
             if node == order.node and incarnation > order.incarnation:
                 return None
-        for (node, _), child in self.running.items():
+        for node, incarnation in [*self.running, *self.waiting]:
             if node == order.node:  # an earlier life: it may change nothing any more
-                child.signal_group(signal.SIGKILL)
+                self._kill((node, incarnation))
         try:
-            child = self.running[key] = spawn(order, self.logs, self.forks)
+            check(order)
+            with contextlib.ExitStack() as at_end:
+                output = at_end.enter_context(open(self.logs / f"{order.node}.log", "ab"))
+                if self.forks is None or not self.forks.takes(order):
+                    return self._run(order, output, None)
+                self.waiting[key] = (self.forks.ask(order, output.fileno()), output)
+                at_end.pop_all()
+                return None
         except (OSError, ValueError) as error:
-            word = f"cannot start {order.argv[0] if order.argv else 'nothing'}: {one_line(error)}"
-            self.ended[key] = Exited(*key, CANNOT_START, "", word)
-            return self.ended[key]
-        return Started(*key, child.process.pid)
+            return self._not_started(order, error)
+
+    def forked(self, now: float) -> list[Started | Exited]:
+        """What became of the nodes that were to be forked, since the last call."""
+        if self.forks is None:
+            return []
+        answers: list[Started | Exited] = []
+        for question, fork in self.forks.look(now):
+            order = question.order
+            _, output = self.waiting.pop((order.node, order.incarnation))
+            try:
+                with output:
+                    answers.append(self._run(order, output, fork))
+            except (OSError, ValueError) as error:
+                answers.append(self._not_started(order, error))
+        return answers
+
+    def _run(self, order: Start, output: BinaryIO, fork: Forked | None) -> Started:
+        """`fork`, or a program, becomes the node. OSError, ValueError: it does not."""
+        log = Log(self.logs / f"{order.node}.log", output.tell())
+        child = Child(fork or program(order, output), log)
+        hand_over(child, order)
+        self.running[order.node, order.incarnation] = child
+        return Started(order.node, order.incarnation, child.process.pid)
+
+    def _not_started(self, order: Start, error: Exception) -> Exited:
+        key = (order.node, order.incarnation)
+        word = f"cannot start {order.argv[0] if order.argv else 'nothing'}: {one_line(error)}"
+        self.ended[key] = Exited(*key, CANNOT_START, "", word)
+        return self.ended[key]
+
+    def _kill(self, key: Key) -> Exited | None:
+        """At once; how it ended, if it had not begun."""
+        if key in self.running:
+            self.running[key].signal_group(signal.SIGKILL)
+            return None
+        question, output = self.waiting.pop(key)
+        output.close()
+        assert self.forks is not None
+        self.forks.drop(question)
+        self.ended[key] = Exited(*key, -signal.SIGKILL, "", "")
+        return self.ended[key]
 
     def kill(self, order: Kill, now: float) -> Exited | None:
         """Ends one process group; what is over already is told again."""
         key = (order.node, order.incarnation)
         child = self.running.get(key)
+        if key in self.waiting or (child is not None and not order.gently):
+            return self._kill(key)
         if child is None:
             return self.ended.get(key)
-        if not order.gently:
-            child.signal_group(signal.SIGKILL)
-        elif child.kill_at > now + GENTLE_S:  # a repeated order does not put the end off
+        if child.kill_at > now + GENTLE_S:  # a repeated order does not put the end off
             child.close_input()
             child.kill_at = now + GENTLE_S
         return None
@@ -113,7 +177,7 @@ class Children:
     @property
     def nodes(self) -> set[str]:
         """All that were ever to be started here."""
-        return {node for node, _ in (*self.running, *self.ended)}
+        return {node for node, _ in (*self.running, *self.ended, *self.waiting)}
 
     def due(self) -> float:
         """When `kill_due` has to be called."""
@@ -126,6 +190,8 @@ class Children:
                 child.kill_at = inf
 
     def end_all(self, *, gently: bool) -> None:
+        for key in list(self.waiting):
+            self._kill(key)
         for child in self.running.values():
             if gently:
                 child.close_input()
@@ -141,7 +207,7 @@ class Children:
             child.signal_group(signal.SIGKILL)
             status = child.process.wait()
             child.close_input()
-            text = tail(child.log_path, child.log_start)
+            text = tail(child.log.path, child.log.start)
             self.ended[key] = Exited(*key, status, text, child.word)
             new.append(self.ended[key])
             del self.running[key]
@@ -155,47 +221,54 @@ class Children:
             self.forks.close()
 
 
-def spawn(order: Start, logs: Path, forks: Forks | None = None) -> Child:
-    """One node: own session, spec on its standard input, both outputs appended to its log.
-
-    OSError: no such program, no more processes or memory, an unwritable log. ValueError: a name
-    that is no node's, a spec that does not fit a pipe, a null character.
-    """
+def check(order: Start) -> None:
+    """ValueError: a name that is no node's, a spec that does not fit a pipe, no command."""
     if not NODE_NAME.fullmatch(order.node):
         raise ValueError(f"{order.node!r} is not a node's name")
     if not order.argv:
         raise ValueError("no command")
-    spec = order.spec.encode() + b"\n"
-    if len(spec) > SPEC_BYTES_MAX:
-        raise ValueError(f"a spec of {len(spec)} bytes, expected at most {SPEC_BYTES_MAX}")
-    log_path = logs / f"{order.node}.log"
-    with open(log_path, "ab") as output:
-        log_start = output.tell()
-        forked = None if forks is None else forks.start(order, output.fileno())
-        process = forked or subprocess.Popen(
-            order.argv,
-            env={**os.environ, **dict(order.env)},
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            bufsize=0,
-        )
-    child = Child(process, log_path, log_start)
-    assert process.stdin is not None
+    size = len(_line(order))
+    if size > SPEC_BYTES_MAX:
+        raise ValueError(f"a spec of {size} bytes, expected at most {SPEC_BYTES_MAX}")
+
+
+def program(order: Start, output: BinaryIO) -> subprocess.Popen[bytes]:
+    """The node as a program: own session, a pipe as its input, both outputs appended to `output`.
+
+    OSError: no such program, no more processes or memory. ValueError: a null character.
+    """
+    return subprocess.Popen(
+        order.argv,
+        env=environment(order),
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def hand_over(child: Child, order: Start) -> None:
+    """Gives a node its place in the queue for processors, and its spec. OSError: it is ended."""
+    stdin = child.process.stdin
+    assert stdin is not None
+    spec = _line(order)
     try:
+        if order.nice:  # before the spec: a thread that has begun keeps what it began with
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, child.process.pid, min(19, own + order.nice))
         # The pipe holds the whole line, so this never waits for a child that does not read.
         if len(spec) > 1 << 16:
-            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, len(spec))
-        process.stdin.write(spec)
-        if order.nice:
-            own = os.getpriority(os.PRIO_PROCESS, 0)
-            os.setpriority(os.PRIO_PROCESS, process.pid, min(19, own + order.nice))
-    except BrokenPipeError:
+            fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(spec))
+        stdin.write(spec)
+    except (BrokenPipeError, ProcessLookupError):
         pass  # it is dead already: its own log says why, reap() reports it
     except OSError:
         child.signal_group(signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
+        child.process.wait()
+        stdin.close()
         raise
-    return child
+
+
+def _line(order: Start) -> bytes:
+    return order.spec.encode() + b"\n"

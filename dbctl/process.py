@@ -14,6 +14,7 @@ import resource
 import select
 import signal
 import stat
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -32,9 +33,12 @@ SPEC_BYTES_MAX = 1 << 20
 # forked, since a node writes its own over it, for `ps`.
 TEMPLATE = "template".ljust(64, ".")
 TEMPLATE_IDLE_S = 5.0  # it ends when it was not asked for so long
+FORKED = struct.Struct("i")  # its answer: the new node's number, 0 where it could not fork
 
 # Who starts a process, or asks it, says at once what it wants.
 LINE_LIMIT_S = 60.0
+
+PR_SET_PDEATHSIG = 1
 
 TAIL_LINES = 20
 TAIL_BYTES = 4096
@@ -151,12 +155,16 @@ def memory_domain() -> str:
 
 def end_with_parent(signal_number: int) -> None:
     """Asks Linux for `signal_number` when the thread that started this process ends."""
-    if not sys.platform.startswith("linux"):
-        return
+    if sys.platform.startswith("linux"):
+        prctl(PR_SET_PDEATHSIG, int(signal_number))
+
+
+def prctl(option: int, value: int) -> int:
+    """Linux's; 0 where it has done so."""
     import ctypes
 
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal_number), 0, 0, 0)
+    status: int = ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    return status
 
 
 def raise_descriptor_limit() -> int:

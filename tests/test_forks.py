@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -14,15 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from dbctl import forks
 from dbctl.children import Children
-from dbctl.forks import PID, PR_SET_CHILD_SUBREAPER, Forked, Forks, forks_here
+from dbctl.forks import PR_SET_CHILD_SUBREAPER, Forked, Forks, Question, forks_here
 from dbctl.launch.base import python_command, python_environment
-from dbctl.process import EXIT_ORPHANED, TEMPLATE
+from dbctl.process import EXIT_ORPHANED, TEMPLATE, prctl
 from dbctl.proctree import children_of
 from dbctl.wire import Exited
-from dbctl.wire_processes import Start, Started
+from dbctl.wire_processes import Kill, Start, Started
 from tests.cluster.harness import state, wait_until
 from tests.shell_nodes import shell
 
@@ -32,13 +31,15 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fo
 @pytest.fixture
 def these() -> Iterator[Forks]:
     """As in an agent; afterwards this process is no subreaper any more."""
-    made = forks_here("agent-0")
+    before = own_children()
+    made = forks_here("agent-0", 20.0)
     assert made is not None
     try:
         yield made
     finally:
         made.close()
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        wait_until(lambda: made.reap(set()) is None and own_children() <= before)
+        prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 @pytest.fixture
@@ -51,16 +52,26 @@ def children(these: Forks, tmp_path: Path) -> Iterator[Children]:
         wait_until(lambda: made.reap() is not None and not made.running)
 
 
-def node(name: str = "worker-1.0", **env: str) -> Start:
+def node(name: str = "worker-1.0", incarnation: int = 1, **env: str) -> Start:
     variables = {**python_environment(), "OPENBLAS_NUM_THREADS": "1", **env}
-    return Start(name, 1, python_command("node", name), tuple(variables.items()), "{}")
+    command = python_command("node", name)
+    return Start(name, incarnation, command, tuple(variables.items()), "{}")
+
+
+def answers_of(these: Forks) -> list[tuple[str, Forked | None]]:
+    """The next answers, of one look."""
+    found: list[tuple[Question, Forked | None]] = []
+    wait_until(lambda: found.extend(these.look(time.monotonic())) or found)
+    return [(question.order.node, one) for question, one in found]
 
 
 @contextlib.contextmanager
 def forked(these: Forks, order: Start, log: Path) -> Iterator[Forked]:
     """A node that waits for its spec; it is ended with the block."""
     with open(log, "ab") as output:
-        made = these.start(order, output.fileno())
+        these.ask(order, output.fileno())
+        [(name, made)] = answers_of(these)
+    assert name == order.node
     assert made is not None
     try:
         yield made
@@ -68,6 +79,25 @@ def forked(these: Forks, order: Start, log: Path) -> Iterator[Forked]:
         assert made.stdin is not None
         made.stdin.close()
         made.wait()
+
+
+def answered(children: Children) -> Started | Exited:
+    found: list[Started | Exited] = []
+    wait_until(lambda: found.extend(children.forked(time.monotonic())) or found)
+    [answer] = found
+    return answer
+
+
+def patched(directory: Path, code: str) -> str:
+    """The PYTHONPATH of a Python that runs `code` before all else."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(code)
+    return os.pathsep.join([str(directory), python_environment()["PYTHONPATH"]])
+
+
+def own_children() -> set[str]:
+    """The numbers of this process's children, dead ones that nobody has reaped too."""
+    return set(Path("/proc/self/task", str(os.getpid()), "children").read_text().split())
 
 
 def templates() -> list[int]:
@@ -94,15 +124,18 @@ def test_it_is_this_processs_child_with_its_own_name_session_log_and_input(
         assert files["0"].startswith("pipe:")
         assert files["1"] == files["2"] == str(log)
         assert sorted(os.listdir(f"/proc/{one.pid}/fd")) == ["0", "1", "2"]
-        assert len(os.listdir(f"/proc/{one.pid}/task")) == 1
     assert one.returncode == EXIT_ORPHANED
     assert "worker-1.0 no spec of at most" in log.read_text()
 
 
-def test_its_end_is_told_as_of_a_program(children: Children) -> None:
-    started = children.start(node())
+def test_its_start_and_end_are_told_as_of_a_program(children: Children) -> None:
+    assert children.start(node()) is None
+    assert children.start(node()) is None, "asked again before there is an answer"
+    started = answered(children)
     assert isinstance(started, Started)
     assert templates(), "it is a fork"
+    assert not children.waiting
+    assert not children.forked(time.monotonic())
     found: list[Exited] = []
     wait_until(lambda: found.extend(children.reap()) or found)
     assert (found[0].node, found[0].status) == ("worker-1.0", 1)
@@ -143,31 +176,94 @@ def test_a_template_that_has_ended_is_followed_by_another(these: Forks, tmp_path
 
 @pytest.mark.parametrize("trouble", ["stopped", "broken"])
 def test_where_a_template_is_of_no_use_nodes_are_programs(
-    these: Forks,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    trouble: str,
+    these: Forks, tmp_path: Path, capfd: pytest.CaptureFixture[str], trouble: str
 ) -> None:
     order = node(**({"PYTHONPATH": str(tmp_path)} if trouble == "broken" else {}))
-    if trouble == "broken":
-        (tmp_path / "dbctl").mkdir()
-        (tmp_path / "dbctl" / "__init__.py").write_text("")
-    else:
-        monkeypatch.setattr(forks, "ANSWER_S", 0.3)
-        begin = forks._begin
-
-        def stopped(order: Start) -> forks.Template:
-            made = begin(order)
-            made.process.send_signal(signal.SIGSTOP)
-            return made
-
-        monkeypatch.setattr(forks, "_begin", stopped)
     with open(tmp_path / "log", "ab") as output:
-        assert these.start(order, output.fileno()) is None
-        assert these.start(order, output.fileno()) is None
+        if trouble == "broken":
+            (tmp_path / "dbctl").mkdir()
+            (tmp_path / "dbctl" / "__init__.py").write_text("")
+        else:
+            these._answer_s = 0.3
+        for name in ("worker-1.0", "worker-2.0"):
+            command = (*order.argv[:-1], name)
+            these.ask(replace(order, node=name, argv=command), output.fileno())
+        if trouble == "stopped":
+            [pid] = templates()
+            os.kill(pid, signal.SIGSTOP)
+        assert answers_of(these) == [("worker-1.0", None), ("worker-2.0", None)]
+    assert not these.takes(order)
     assert not templates()
     assert capfd.readouterr().err.count("agent-0 nodes are not forked from here on") == 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "programs"),
+    [
+        ("os.fork = lambda: fail() if os.getpid() == top and count() == 2 else fork()", [1]),
+        ("os.fork = lambda: fail() if os.getpid() != top else fork()", [0, 1, 2]),
+        ("os.setsid = lambda: os._exit(9)", [0, 1, 2]),
+    ],
+    ids=["the fork of a fork", "the fork of a node", "the node itself"],
+)
+def test_where_a_fork_fails_that_node_is_a_program(
+    children: Children,
+    these: Forks,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str,
+    programs: list[int],
+) -> None:
+    path = patched(
+        children.logs / "site",
+        "import os\n"
+        "n, fork, top = [0], os.fork, os.getpid()\n"
+        "def count():\n    n[0] += 1\n    return n[0]\n"
+        "def fail():\n    raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        f"{fails}\n",
+    )
+    seen: list[Forked | None] = []
+    look = these.look
+
+    def looked(now: float) -> list[tuple[Question, Forked | None]]:
+        found = look(now)
+        seen.extend(one for _, one in found)
+        return found
+
+    monkeypatch.setattr(these, "look", looked)
+    for name in ("shard-0", "shard-1", "shard-2"):
+        assert children.start(node(name, PYTHONPATH=path)) is None
+        assert isinstance(answered(children), Started)
+    assert [i for i, one in enumerate(seen) if one is None] == programs
+    assert these.takes(node(PYTHONPATH=path)), "the template is asked on"
+
+
+def test_one_that_is_killed_between_fork_and_answer_leaves_no_second_node(
+    children: Children, these: Forks
+) -> None:
+    """The orphan finds the end of its input; a new template makes the node."""
+    path = patched(
+        children.logs / "site",
+        "import os, signal\n"
+        "n, waitpid = [0], os.waitpid\n"
+        "def die(pid, flags):\n"
+        "    n[0] += 1\n"
+        "    found = waitpid(pid, flags)\n"
+        "    if n[0] == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return found\n"
+        "os.waitpid = die\n",
+    )
+    children.start(node("shard-0", PYTHONPATH=path))
+    answered(children)
+    [first] = templates()
+    children.start(node("shard-1", PYTHONPATH=path))
+    answer = answered(children)
+    assert isinstance(answer, Started)
+    [second] = templates()
+    assert second != first
+    text = (children.logs / "shard-1.log").read_text
+    wait_until(lambda: "not a NodeSpec" in text())
+    assert text().count("shard-1 no spec") == 1, "the orphan's word"
+    assert text().count("not a NodeSpec") == 1, "one process read the spec"
 
 
 def test_it_ends_when_nothing_is_asked_and_when_nobody_can(tmp_path: Path) -> None:
@@ -192,16 +288,36 @@ def test_it_ends_when_nothing_is_asked_and_when_nobody_can(tmp_path: Path) -> No
             assert made.returncode == 0
 
 
-def test_no_process_left_is_an_error_and_not_another_try(these: Forks, tmp_path: Path) -> None:
-    """What a template says when fork fails."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    idle = subprocess.Popen(["sleep", "60"])
-    template = forks.Template(idle, ours)
-    with theirs, open(tmp_path / "log", "ab") as output:
-        theirs.send(PID.pack(-11))
-        with pytest.raises(BlockingIOError):
-            template.ask(node(), (output.fileno(), output.fileno()))
-        template.end()
+# ---------------------------------------------------------------- what is not wanted any more
+
+
+@pytest.mark.parametrize("how", ["killed", "gently", "a later life", "all"])
+def test_what_is_ended_while_it_is_forked_never_begins(
+    children: Children, these: Forks, how: str
+) -> None:
+    assert children.start(node("shard-0")) is None
+    children.forked(time.monotonic())  # the question is on its way
+    if how == "all":
+        children.end_all(gently=True)
+    elif how == "a later life":
+        assert children.start(node("shard-0", 2)) is None
+    else:
+        told = children.kill(Kill("shard-0", 1, gently=how == "gently"), time.monotonic())
+        assert told == Exited("shard-0", 1, -signal.SIGKILL, "", "")
+    assert children.ended["shard-0", 1].status == -signal.SIGKILL
+    assert children.start(node("shard-0")) == children.ended["shard-0", 1]
+    assert children.start(node("shard-3")) is None
+    names = [answered(children).node]
+    if how == "a later life":
+        names.append(answered(children).node)
+    assert names == ["shard-0", "shard-3"][-len(names) :]
+    wait_until(lambda: "no spec of at most" in (children.logs / "shard-0.log").read_text())
+
+
+def test_a_later_life_makes_an_earlier_start_nothing(children: Children) -> None:
+    assert children.start(node("shard-0", 2)) is None
+    assert children.start(node("shard-0", 1)) is None
+    assert list(children.waiting) == [("shard-0", 2)]
 
 
 # ---------------------------------------------------------------- what is not forked
@@ -216,8 +332,7 @@ def test_other_commands_are_programs(these: Forks, children: Children, tmp_path:
         node("worker-" + "9" * len(TEMPLATE)),
     ]
     for other in others:
-        assert these.start(other, 1) is None
-    assert not templates()
+        assert not these.takes(other)
     assert isinstance(children.start(shell("exit 3")), Started)
 
 

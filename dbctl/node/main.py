@@ -1,7 +1,8 @@
 """`python -m dbctl node NAME`: one process of a run, from its first line of input to its end.
 
-Rules of this file: nothing heavy is imported before the spec is read, and never click, pydantic or
-yaml; the environment (threads of BLAS) is already right, the agent set it.
+Rules of this file: nothing heavy is imported before the spec is read, but by a template for all its
+forks, and never click, pydantic or yaml; the environment (threads of BLAS) is already right, the
+agent set it.
 
 Theory of operation. Standard input carries one line, the NodeSpec as JSON, and then stays open: its
 end means that the agent lets go of it or is gone, and the node ends. SIGINT, SIGTERM and SIGHUP are
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         log("node", f"expected one argument, the node's name, found {len(argv)}")
         return EXIT_FAILED
-    name, is_forked = argv[0], argv[0] == TEMPLATE
+    name, is_forked, agent = argv[0], argv[0] == TEMPLATE, os.getppid()
     end_with_parent(signal.SIGKILL)
     if is_forked:
         from dbctl.node.template import wait_for_name
@@ -49,8 +50,11 @@ def main(argv: list[str]) -> int:
     if line is None:
         log(name, f"no spec of at most {SPEC_BYTES_MAX} bytes on standard input: the agent is gone")
         return EXIT_ORPHANED
-    if is_forked:  # by now the agent is its parent, and no fork inherits this
+    if is_forked:  # a fork inherits no such wish, and before this line it had another parent
         end_with_parent(signal.SIGKILL)
+        if os.getppid() != agent:
+            log(name, "the agent is gone")
+            return EXIT_ORPHANED
 
     import msgspec
 

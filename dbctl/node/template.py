@@ -1,14 +1,14 @@
 """A node before it knows which one it is: it imports, and forks one at each request.
 
-Rules of this file: one thread, no link, no lock and nothing random before the fork. What is asked
-and why the fork forks is in dbctl/forks.py.
+Rules of this file: no link, no lock, nothing random and nothing computed before the fork. The only
+threads are those that numpy's library made when it was loaded, which end and begin again by its own
+handler of forks. What is asked and why the fork forks is in dbctl/forks.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import gc
 import importlib
 import os
@@ -16,11 +16,9 @@ import select
 import socket
 import sys
 
-from dbctl.forks import PID
-from dbctl.process import TEMPLATE, TEMPLATE_IDLE_S
+from dbctl.process import FORKED, TEMPLATE, TEMPLATE_IDLE_S
 
 IMPORTED = ("dbctl.node.loop", "dbctl.node.build")
-NAME_BYTES_MAX = len(TEMPLATE)
 _STAT_ARG_START = 48 - 3  # of the fields after the program's name (proc_pid_stat(5))
 
 
@@ -35,45 +33,42 @@ def wait_for_name() -> str | None:
     gc.freeze()  # a collection in a node would write to, and so copy, what all share
     line = socket.socket(fileno=0)
     while select.select([line], [], [], TEMPLATE_IDLE_S)[0]:
-        name, files, _, _ = socket.recv_fds(line, NAME_BYTES_MAX, 2)
+        name, files, _, _ = socket.recv_fds(line, len(TEMPLATE), 2)
         if not name:
             break
         ours, theirs = os.pipe()
-        number = _fork_away(theirs)
+        number = _fork_away() if len(files) == 2 else -1
         if number == 0:
             os.close(ours)
             line.detach()
             _become(name, files)
-            os.write(theirs, PID.pack(os.getpid()))
+            os.write(theirs, FORKED.pack(os.getpid()))
             os.close(theirs)
             return name.decode()
         for file in (theirs, *files):
             os.close(file)
-        answer = os.read(ours, PID.size) or PID.pack(-errno.EAGAIN)
+        word = os.read(ours, FORKED.size) or FORKED.pack(0)
         os.close(ours)
         if number > 0:
             os.waitpid(number, 0)
-        line.send(answer)  # by now the node leads its session, and is the agent's child
+        line.send(word)  # by now the node leads its session, and is the agent's child
     return None
 
 
-def _fork_away(report: int) -> int:
+def _fork_away() -> int:
     """Forks a grandchild: 0 in it, here the number of the fork between, which ends at once.
 
-    Where there is no room for either, `report` is told an errno below zero, and -1 is returned.
+    -1: there is no room for another process.
     """
     try:
         middle = os.fork()
-        if middle != 0:
-            return middle
-    except OSError as error:
-        os.write(report, PID.pack(-(error.errno or errno.EAGAIN)))
+    except OSError:
         return -1
-    try:
+    if middle != 0:
+        return middle
+    with contextlib.suppress(OSError):
         if os.fork() == 0:
             return 0
-    except OSError as error:
-        os.write(report, PID.pack(-(error.errno or errno.EAGAIN)))
     os._exit(0)
 
 
