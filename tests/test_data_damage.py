@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dbctl.data import files
-from dbctl.data.sources import check, open_source
+from dbctl.data.sources import check, check_files, open_source
 from dbctl.errors import DataError
 from dbctl.experiment.specs import (
     CsvSource,
@@ -134,6 +134,12 @@ def test_missing_files(tmp_path: Path) -> None:
         IdxSource(images=none, labels=f"{none}.labels"),
         f"{none}: no such file; give another path in data.*.images",
         f"; and {none}.labels: no such file; give another path in data.*.labels",
+    )
+    with pytest.raises(DataError) as raised:
+        check_files(CsvSource(path=none, label=0), CsvSource(path=f"{none}.csv", label=0))
+    assert str(raised.value) == (
+        f"{none}: no such file; give another path in data.train.path; and "
+        f"{none}.csv: no such file; give another path in data.test.path"
     )
     fashion = "/usr/share/datasets/fashion-mnist/none"
     refused(IdxSource(images=fashion, labels=none), "apt-get install dataset-fashion-mnist")
@@ -292,6 +298,8 @@ def test_npz_written_by_another_method(tmp_path: Path) -> None:
         ("a,y\n1,2\n3,4,5\n", "y", "line 3: expected 2 columns"),
         ("a,y\n1,2\nx,4\n", "y", "line 3, column 0 (from 0): expected a number, found 'x'"),
         ("a,y\n1,cat\n", "y", "found 'cat'; mend that line (classes that are text: number them"),
+        ('a,y\n"1","2"\n"3","x"\n', "y", "line 3, column 1 (from 0): expected a number, found 'x'"),
+        ('a,y\n"1","2"\n"3","4","5"\n', "y", "line 3: expected 2 columns"),
         ("a,y\n1,2\n,4\n", "y", "line 3, column 0 (from 0): expected a number, found ''"),
         ("1,2\n1_0,4\n", 1, "line 2, column 0 (from 0): expected a number, found '1_0'"),
         ("a,y\n1,2\n", "z", "expected one column 'z' in the first line, found 0 among 'a', 'y'"),
@@ -313,3 +321,8 @@ def test_wrong_csv(tmp_path: Path, text: str | bytes, label: str | int, words: s
 def test_csv_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dbctl.data.csv_file.MAX_LINE_BYTES", 1000)
     refused(write_csv(tmp_path, "1," * 600, 0), "line 1 is longer than 1,000 bytes")
+
+
+def test_classes_are_spoken_of_in_the_column_of_the_label_only(tmp_path: Path) -> None:
+    message = refused(write_csv(tmp_path, "a,y\ncat,1\n", "y"), "column 0 (from 0)")
+    assert message.endswith("found 'cat'; mend that line")

@@ -133,6 +133,14 @@ def test_csv_without_header_and_with_float_targets(tmp_path: Path) -> None:
     assert np.asarray(source.x).tolist() == [[1.0], [3.0]]
 
 
+def test_csv_with_quoted_fields(tmp_path: Path) -> None:
+    text = '"a","y"\n"-4.005","2"\n"1e3"," 0"\n'
+    source = open_source(write_csv(tmp_path, text, "y"))
+    assert np.asarray(source.x).tolist() == [[-4.005], [1000.0]]
+    assert source.y.tolist() == [2, 0]
+    assert source.kind == "labels"
+
+
 def test_csv_equals_numpy_over_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dbctl.data.csv_file.BLOCK_BYTES", 100)
     x = np.random.default_rng(1).normal(size=(50, 3))
@@ -257,3 +265,12 @@ def test_digests_of_what_is_computed_or_shipped() -> None:
         SyntheticSource(rows=5, features=2, classes=2, split="test"),
     ]
     assert len({digest(spec) for spec in specs}) == 5
+
+
+def test_labels_that_begin_at_1_are_told_to_begin_at_0(tmp_path: Path) -> None:
+    source = open_source(write_csv(tmp_path, "0.5,1\n0.5,3\n0.5,2\n", 1))
+    words = r"number them from 0, they begin at 1, or give it at least 4 units"
+    with pytest.raises(DataError, match=words):
+        check(source, network(features=1, units=3))
+    with pytest.raises(DataError, match=r"\(labels 0 to 1\); give it at least 4 units"):
+        check(source, network(features=1, units=2))

@@ -415,6 +415,11 @@ def test_each_required_key_removed(old: str, key: str) -> None:
             "rate: 0.05, momentum: 0.9",
             "is a key of type momentum, not of type adagrad",
         ),
+        (
+            "rate: 0.05",
+            "rate: 0.05, momentun: 0.9",
+            "unknown key; `momentum` is a key of type momentum, not of type adagrad",
+        ),
         ("replicas: 2", "1: 2", "14:1: expected the name of a key, found `1`"),
         ("replicas: 2", "[a]: 2", "14:1: expected the name of a key, found a collection"),
         ("replicas: 2", "<<: {replicas: 2}", "merge keys are not part of YAML 1.2"),

@@ -97,6 +97,16 @@ def test_a_full_file_system_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -
         SharedBuffer(10, "<f8")
 
 
+def test_a_limit_of_the_size_of_files_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(fd: int, start: int, size: int) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(os, "posix_fallocate", too_large)
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (4096, 4096))
+    with pytest.raises(RunError, match=r"of 8,000 bytes .*\(`ulimit -f`, 4,096 bytes\); raise"):
+        SharedBuffer(1000, "<f8")
+
+
 def test_without_memfd_a_buffer_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     assert not memory.has_memfd()

@@ -1,7 +1,7 @@
 """csv files: numbers, commas, one row a line, one column the label.
 
-Rules of this file: every line has as many fields as the first; a field is a number (nan and inf
-too, but not as a label); a line is at most `MAX_LINE_BYTES`. Errors name the line.
+Rules of this file: every line has as many fields as the first; a field is a number, maybe quoted
+(nan and inf too, but not as a label); a line is at most `MAX_LINE_BYTES`. Errors name the line.
 
 Theory of operation: lines are gathered in blocks of about 1 MiB and each block is parsed by
 numpy's C reader. Only when that refuses a block are its lines gone through one by one, to say which
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -56,7 +57,7 @@ def read_csv(path: str, key: str, *, label: str | int, limit: int | None) -> Tab
         while first is not None and (limit is None or n < limit):
             lines = first if limit is None else first[: limit - n]
             if lines:
-                block = _parse(path, lines, n_columns=len(names))
+                block = _parse(path, lines, n_columns=len(names), label=column)
                 xs.append(np.delete(block, column, axis=1))
                 ys.append(block[:, column].copy())
                 whole = whole and _written_whole(lines, block[:, column], column)
@@ -133,22 +134,25 @@ def _blocks(lines: Iterator[Line]) -> Iterator[list[Line]]:
         yield block
 
 
-def _parse(path: str, lines: list[Line], *, n_columns: int) -> Array:
+def _parse(path: str, lines: list[Line], *, n_columns: int, label: int) -> Array:
     """float64 (lines, n_columns)."""
     texts = [text for _, text in lines]
+    quote = '"' if any('"' in text for text in texts) else None
     try:
-        block = np.loadtxt(texts, np.float64, delimiter=",", comments=None, ndmin=2)
+        block = np.loadtxt(
+            texts, np.float64, delimiter=",", comments=None, ndmin=2, quotechar=quote
+        )
     except ValueError:
         block = np.empty((0, 0))
     if block.shape != (len(lines), n_columns):
-        raise _fault(path, lines, n_columns)
+        raise _fault(path, lines, n_columns=n_columns, label=label)
     return block
 
 
-def _fault(path: str, lines: list[Line], n_columns: int) -> DataError:
+def _fault(path: str, lines: list[Line], *, n_columns: int, label: int) -> DataError:
     """The first line of a refused block that is wrong, and why."""
     for number, text in lines:
-        fields = text.split(",")
+        fields = _fields(text)
         if len(fields) != n_columns:
             return DataError(
                 path,
@@ -157,14 +161,21 @@ def _fault(path: str, lines: list[Line], n_columns: int) -> DataError:
             )
         for column, field in enumerate(fields):
             if not _is_number(field):
+                classes = " (classes that are text: number them from 0)" if column == label else ""
                 return DataError(
                     path,
                     f"line {number}, column {column} (from 0): expected a number, "
-                    f"found {shown(field)}; mend that line (classes that are text: number them "
-                    f"from 0)",
+                    f"found {shown(field)}; mend that line{classes}",
                 )
     span = f"lines {lines[0][0]} to {lines[-1][0]}"
     return DataError(path, f"{span}: expected {n_columns} numbers a line, separated by commas")
+
+
+def _fields(text: str) -> list[str]:
+    if '"' in text:
+        with suppress(csv.Error):
+            return next(csv.reader([text]))
+    return text.split(",")
 
 
 def _is_number(text: str) -> bool:
@@ -185,4 +196,4 @@ def _written_whole(lines: list[Line], values: Array, column: int) -> bool:
         fields = (text[text.rfind(",") + 1 :] for _, text in lines)
     else:
         fields = (text.split(",", column + 1)[column] for _, text in lines)
-    return all(field.strip().lstrip("+-").isdigit() for field in fields)
+    return all(field.strip().strip('"').strip().lstrip("+-").isdigit() for field in fields)

@@ -74,7 +74,9 @@ def _origin(path: str, key: str) -> str:
     other = path.removesuffix(".gz") if path.endswith(".gz") else path + ".gz"
     if os.path.exists(other):
         return f"there is {other}: give that in {key}"
-    return f"give another path in {key} (it is looked up on the host that reads it)"
+    # The controller names the split. A node, maybe on another host, does not know which it is.
+    where = " (it is looked up on the host that reads it)" if "*" in key else ""
+    return f"give another path in {key}{where}"
 
 
 def size_of(file: IO[bytes]) -> int:

@@ -82,7 +82,7 @@ def open_source(
     Raises DataError. Paths are taken as they are: relative ones from the working directory.
     """
     if not checked:
-        check_files(spec)
+        _check_files(files_of(spec))
     match spec:
         case DigitsSource():
             source = _open_digits(spec)
@@ -212,20 +212,30 @@ def check(
 
 
 def _check_labels(source: Source, classes: int) -> None:
-    greatest = int(source.y.max())
+    least, greatest = int(source.y.min()), int(source.y.max())
     if greatest >= classes:
         row = int(np.argmax(source.y))
+        others = ""
+        if greatest - least < classes:
+            others = f"number them from 0, they begin at {least}, or "
         raise DataError(
             source.y_path or source.path,
             f"row {row} (from 0) has label {greatest}, but the last layer has {classes} units "
-            f"(labels 0 to {classes - 1}); give it at least {greatest + 1} units",
+            f"(labels 0 to {classes - 1}); {others}give it at least {greatest + 1} units",
         )
 
 
-def check_files(*specs: SourceSpec) -> None:
-    """Whether all files of `specs` can be opened. Raises DataError that names each that cannot."""
+def check_files(train: SourceSpec, test: SourceSpec | None = None) -> None:
+    """Whether all files of both can be opened. Raises DataError that names each that cannot."""
+    of_train = [(path, key.replace("*", "train")) for path, key in files_of(train)]
+    of_test = [(path, key.replace("*", "test")) for path, key in files_of(test)] if test else []
+    named = {path for path, _ in of_train}
+    _check_files(of_train + [found for found in of_test if found[0] not in named])
+
+
+def _check_files(files: list[tuple[str, str]]) -> None:
     faults = []
-    for path, key in dict.fromkeys(found for spec in specs for found in files_of(spec)):
+    for path, key in dict.fromkeys(files):
         try:
             open_file(path, key).close()
         except DataError as error:

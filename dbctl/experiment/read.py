@@ -195,6 +195,22 @@ def _is_null(tree: Tree) -> bool:
     return isinstance(tree, Scalar) and tree.value is None
 
 
+def _kin(spec: type, specs: tuple[type, ...]) -> dict[str, str]:
+    """The keys that only other types than `spec` have, and of which types each is a key."""
+    tag = tag_of(spec)
+    if tag is None:
+        return {}
+    types: dict[str, list[str]] = {}
+    for value, other in spec_by_tag(specs)[1].items():
+        for key in fields_of(other):
+            types.setdefault(key, []).append(f"{tag.key} {value}")
+    return {
+        key: f"is a key of {' and '.join(of)}, not of {tag.key} {tag.value}"
+        for key, of in types.items()
+        if key not in fields_of(spec)
+    }
+
+
 class _Reader:
     """One walk. `values` and `places` hold what was read, by path, for the checks."""
 
@@ -306,12 +322,11 @@ class _Reader:
         if key in fields:
             return ""
         near = ""
-        others = [tag_of(other) for other in specs if key in fields_of(other)]
-        names = [f"{tag.key} {tag.value}" for tag in others if tag is not None]
-        if names and (tag := tag_of(spec)) is not None:
-            message = f"is a key of {' and '.join(names)}, not of {tag.key} {tag.value}"
+        kin = _kin(spec, specs)
+        if key in kin:
+            message = kin[key]
         else:
-            message, near = unknown_key(key, self.named(path, place), fields)
+            message, near = unknown_key(key, self.named(path, place), fields, kin=kin)
         self.refuse(place, (*path, key), message)
         return near
 

@@ -132,15 +132,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return next((by_form[near] for near in get_close_matches(form, by_form, 1, 0.7)), "")
 
 
-def unknown_key(name: str, path: tuple[str, ...], known: Iterable[str]) -> tuple[str, str]:
-    """The message for an unknown key of the mapping at `path`, and the key here that was meant."""
-    names = list(known)
+def unknown_key(
+    name: str, path: tuple[str, ...], known: Iterable[str], *, kin: dict[str, str] | None = None
+) -> tuple[str, str]:
+    """The message for an unknown key of the mapping at `path`, and the key here that was meant.
+
+    `kin`: the keys of the other types that may stand there, and what is said of each.
+    """
+    names, kin = list(known), kin or {}
     if near := nearest(name, names):
         return f"unknown key; did you mean `{near}`?", near
     elsewhere = keys_below(Experiment)
     if name in elsewhere:
         homes = [f"under `{home}`" if home else "at the top level" for home in elsewhere[name]]
         return f"unknown key here; it belongs {' or '.join(homes[:3])}", ""
+    if near := nearest(name, kin):
+        return f"unknown key; `{near}` {kin[near]}", ""
     if near := nearest(name, elsewhere):
         home = elsewhere[near][0]
         return f"unknown key; did you mean `{home + '.' if home else ''}{near}`?", ""

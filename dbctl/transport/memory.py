@@ -44,7 +44,8 @@ _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 class SharedBuffer:
     """A flat array of `n_elements` of `dtype` that other processes of this host can map read-only.
 
-    MemoryError: the host has not that much left. OSError: there is no memfd here.
+    MemoryError: the host has not that much left. RunError: `ulimit -f` is lower. OSError: there is
+    no memfd here.
     """
 
     def __init__(self, n_elements: int, dtype: str) -> None:
@@ -96,6 +97,12 @@ def _reserve(fd: int, size_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
+            raise RunError(
+                f"a shared buffer of {size_bytes:,} bytes is larger than a file may be here "
+                f"(`ulimit -f`, {limit:,} bytes); raise that limit"
+            ) from error
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise shortage from error
         raise
