@@ -73,4 +73,4 @@ def test_a_dead_replica_leaves_nothing_out_and_a_trial_too_far_is_no_fault() -> 
     assert figures.left_out() == {}
     assert figures.refused() == 0
     assert figures.mean_staleness() is None
-    assert figures.examples_at({0: Position(9)}, batch_size=5) == 60
+    assert figures.examples_at({0: Position(9)}) == 60

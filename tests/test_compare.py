@@ -81,6 +81,22 @@ def test_the_table(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_an_end_of_its_own_is_done_in_the_table_and_as_it_was_in_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = ("max_iterations", "converged")
+    runs = [
+        run(tmp_path / end, [*records(end[:3], [0.7]), finished(1.0) | {"status": end}])
+        for end in ends
+    ]
+    assert [one["status"] for one in found(capsys, *runs)["runs"]] == list(ends)
+    assert main(["compare", *runs]) == 0
+    out = capsys.readouterr().out
+    assert "              done  " in out
+    assert "  done (converged)  " in out
+    assert ends[0] not in out.replace(str(tmp_path), "")
+
+
 def test_a_given_accuracy(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     reached = [one["reached"] for one in found(capsys, *two, "--accuracy", "0.9")["runs"]]
     assert reached == [

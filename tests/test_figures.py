@@ -18,7 +18,11 @@ def report(step: int = 0, epoch: int = 0, index: int = 0, **changes: Any) -> Rep
 
 def make(**changes: Any) -> Figures:
     return Figures(
-        {0: Part(rows=30, steps_per_epoch=3), 1: Part(rows=10, steps_per_epoch=1)}, **changes
+        {
+            0: Part(rows=30, steps_per_epoch=3, batch_size=12),
+            1: Part(rows=10, steps_per_epoch=1, batch_size=12),
+        },
+        **changes,
     )
 
 
@@ -54,12 +58,24 @@ def test_epochs_are_passes_of_all_replicas_weighted_by_rows_and_a_death_is_no_ju
 def test_examples_at_a_cut_that_is_ahead_of_the_reports_or_behind_them() -> None:
     figures = make(examples=7)
     at = {0: Position(8, 2, 2), 1: Position(3, 3, 0)}  # replica 0: batches of 12, 12 and 6
-    assert figures.examples_at(at, batch_size=12) == 7 + 2 * 30 + 24 + 3 * 10
+    assert figures.examples_at(at) == 7 + 2 * 30 + 24 + 3 * 10
     figures.report(0.0, 0, report(7, 2, 1, examples=70))  # 2 of its 72 were refused
     figures.report(0.0, 1, report(5, 5, 0, examples=50))
-    assert figures.examples_at(at, batch_size=12) == 7 + 70 + 12 + 50 - 20
+    assert figures.examples_at(at) == 7 + 70 + 12 + 50 - 20
     at = {0: Position(9, 3, 0), 1: Position(5, 5, 0)}
-    assert figures.examples_at(at, batch_size=12) == 7 + 70 + 18 + 50
+    assert figures.examples_at(at) == 7 + 70 + 18 + 50
+
+
+def test_examples_of_a_dead_replica_are_those_that_the_shards_have_applied() -> None:
+    """As a checkpoint says it and a resume counts on; it may be ahead of the last report."""
+    figures = make(examples=7)
+    figures.report(0.0, 0, report(7, 2, 1, examples=70))  # 2 of its 72 were refused
+    figures.report(0.0, 1, report(5, 5, 0, examples=50))
+    for place, examples in ((Position(9, 3, 0), 70 + 18), (Position(6, 2, 0), 70 - 12)):
+        figures.settle(0, place)
+        assert figures.examples == 7 + examples + 50
+        assert figures.examples_at({0: place, 1: Position(5, 5, 0)}) == figures.examples
+        assert figures.summary(1.0)["examples"] == figures.examples
 
 
 def test_loss_of_the_epoch_in_hand_or_of_the_last_whole_one() -> None:

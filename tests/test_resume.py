@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,15 +27,23 @@ from dbctl.errors import (
 )
 from dbctl.experiment.read import load, parse
 from dbctl.experiment.resolve import to_json
-from dbctl.experiment.specs import Experiment
+from dbctl.experiment.specs import Experiment, StopSpec
 from dbctl.launch.inproc import Faults
 from dbctl.plan import make_plan
+from dbctl.progress.display import make_display
 from dbctl.progress.text import counted
 from dbctl.region import Range
 from dbctl.roles.base import Done
 from dbctl.roles.shard import Shard
 from dbctl.run import room
-from dbctl.run.resume import CHANGEABLE, beginnings, check_overrides, prepare
+from dbctl.run.resume import (
+    CHANGEABLE,
+    _is_finished,
+    _tell,
+    beginnings,
+    check_overrides,
+    prepare,
+)
 from dbctl.run.signals import Interrupted
 from dbctl.rundir import RunDir
 from dbctl.wire import Position
@@ -206,12 +216,13 @@ def rows(*places: tuple[int, int, int]) -> tuple[ReplicaRow, ...]:
     return tuple(ReplicaRow(replica, *place) for replica, place in enumerate(places))
 
 
-def manifest_with(*places: tuple[int, int, int]) -> Manifest:
+def manifest_with(*places: tuple[int, int, int], examples: int = 0) -> Manifest:
     found = rows(*places)
     return Manifest(
         run="r", network="n", updates=0, rows=found, replicas=len(found), partitions=1, shards=1,
-        seconds=0.0, epochs=0.0, examples=0, format=1, dbctl="x", step=sum(p[0] for p in places),
-        dtype="float32", cut_bytes=1, vectors=("parameters",), tensors=(), files=(),
+        seconds=0.0, epochs=0.0, examples=examples, format=1, dbctl="x",
+        step=sum(p[0] for p in places), dtype="float32", cut_bytes=1,
+        vectors=("parameters",), tensors=(), files=(),
     )  # fmt: skip
 
 
@@ -220,31 +231,63 @@ def experiment_of(replicas: int) -> Experiment:
 
 
 @pytest.mark.parametrize(
-    ("places", "replicas", "expected", "left_out"),
+    ("places", "replicas", "expected", "again"),
     [
         # The same count: each where it stood.
         ([(9, 1, 2), (8, 1, 1)], 2, [(9, 1, 2), (8, 1, 1)], 0),
         # Nothing of epoch 1 was begun: it is that epoch.
         ([(7, 1, 0), (7, 1, 0)], 3, [(5, 1, 0), (5, 1, 0), (4, 1, 0)], 0),
         ([(0, 0, 0), (0, 0, 0)], 1, [(0, 0, 0)], 0),
-        # One replica has begun epoch 1: all begin 2. Rows: 100 - 32, and 100 + (100 - 96).
-        ([(9, 1, 2), (6, 0, 6)], 1, [(15, 2, 0)], 100 - 32 + 100 + 100 - 96),
-        # One is at the end of epoch 0, the other in it: 1 is not begun.
-        ([(7, 1, 0), (6, 0, 6)], 4, [(4, 1, 0), (3, 1, 0), (3, 1, 0), (3, 1, 0)], 4),
+        # One replica has begun epoch 1, the other is nearly there: 1 is begun anew.
+        ([(9, 1, 2), (6, 0, 6)], 1, [(15, 1, 0)], 132 + 96 - 200),
+        # One is at the end of epoch 0, the other in it: 0 is not done.
+        ([(7, 1, 0), (6, 0, 6)], 4, [(4, 0, 0), (3, 0, 0), (3, 0, 0), (3, 0, 0)], 196),
+        # However far one is ahead, what the other has not done is not called done.
+        ([(35, 5, 0), (7, 1, 0)], 1, [(42, 3, 0)], 0),
+        ([(37, 5, 2), (7, 1, 0)], 1, [(44, 3, 0)], 32),
     ],
 )
 def test_where_replicas_begin(
     places: list[tuple[int, int, int]],
     replicas: int,
     expected: list[tuple[int, int, int]],
-    left_out: int,
+    again: int,
 ) -> None:
     """200 rows, batches of 16: 7 a replica of two. The sum of the steps stays what it was."""
     plan = make_plan(experiment_of(replicas), rows=200, test_rows=0, cores=1)
-    found, skipped = beginnings(manifest_with(*places), plan)
+    found, repeated = beginnings(manifest_with(*places), plan)
     assert found == {r: Position(*place) for r, place in enumerate(expected)}
     assert sum(p.step for p in found.values()) == sum(p[0] for p in places)
-    assert skipped == left_out
+    assert repeated == again
+
+
+def test_what_is_done_again_counts_for_the_next_count() -> None:
+    """Lives shorter than an epoch, each with another count, come to an end all the same."""
+    plan = make_plan(experiment_of(2), rows=200, test_rows=0, cores=1)
+    manifest = manifest_with((16, 0, 8), examples=2 * 8 * 16)
+    found, again = beginnings(manifest, plan)
+    assert found == {0: Position(8, 1, 0), 1: Position(8, 1, 0)}
+    assert again == 56
+
+
+def test_another_count_tells_where_it_begins_and_ends_with_epochs_of_examples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, first = begin(TEXT, tmp_path / "r", overrides=["replicas=2", "stop={epochs: 3}"])
+    first.run(interrupt_at=19)
+    saved = newest(run_dir).manifest
+    epochs, again = divmod(saved.examples, 200)
+    assert epochs >= 1
+    assert again > 0
+    found = prepare(run_dir, ["replicas=1"])
+    _tell(make_display(json=False, stderr_is_tty=False, out=sys.stdout, err=sys.stderr), found)
+    said = f"replicas 2 -> 1: all begin after {epochs} epoch"
+    assert said in (err := capsys.readouterr().err)
+    assert f"done on average, and the work of {again} rows is done again" in err
+    go_on(run_dir, ["replicas=1"]).run()
+    manifest = newest(run_dir).manifest
+    assert [(row.epoch, row.index) for row in manifest.rows] == [(3, 0)]
+    assert manifest.examples == 3 * 200 + again
 
 
 def test_warmstart_is_over_when_the_steps_have_passed_it(tmp_path: Path) -> None:
@@ -604,6 +647,32 @@ def test_a_finished_run_names_the_stop_that_was_reached(
 )
 def test_only_a_later_stop_goes_on(done: RunDir, override: str, finished: bool) -> None:
     assert prepare(done, [override]).finished is finished
+
+
+def test_a_stop_that_an_unfinished_run_is_past_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, run = begin(TEXT, tmp_path / "r", overrides=["stop={epochs: 9}"])
+    run.run(interrupt_at=30)
+    before = {path: path.stat().st_mtime_ns for path in run_dir.path.rglob("*")}
+    assert main(["resume", str(run_dir.path), "--set", "stop.epochs=1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("done: ")
+    assert " · stop.epochs (1) was reached already: it goes on with a later one, --set " in out
+    assert "of no effect, as nothing is trained: stop.epochs 9 -> 1" in out
+    assert not err
+    assert {path: path.stat().st_mtime_ns for path in run_dir.path.rglob("*")} == before
+    assert not prepare(run_dir).finished  # with the stop that it had it goes on
+
+
+def test_an_end_that_was_not_measured_yet_is_gone_on_with(tmp_path: Path) -> None:
+    """Interrupted at its stop, before the final evaluation."""
+    stop = asdict(parse(TEXT).stop)
+    manifest = msgspec.structs.replace(
+        manifest_with((20, 1, 7)), extra={"stop": stop, "finished": False}
+    )
+    assert not _is_finished(manifest, StopSpec(steps=20))
+    assert _is_finished(manifest, StopSpec(steps=19))
 
 
 def test_a_later_stop_is_kept_when_nothing_came_of_it(done: RunDir) -> None:

@@ -187,7 +187,20 @@ def test_a_run_that_is_going_on(run_dir: RunDir) -> None:
 def test_a_run_that_is_over(run_dir: RunDir, state: str) -> None:
     run_dir.write_status(STATUS | {"state": state})
     assert of_run(run_dir).is_over
-    assert f": {state}, " in next(iter(run_lines(of_run(run_dir))))
+    shown = "done (converged)" if state == "converged" else state
+    assert f": {shown}, " in next(iter(run_lines(of_run(run_dir))))
+
+
+def test_an_end_of_its_own_is_done_for_people_and_as_it_was_in_json(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in its last line."""
+    run_dir.write_status(STATUS | {"state": "max_iterations"})
+    seen = of_run(run_dir)
+    assert ": done, step " in next(iter(run_lines(seen)))
+    monkeypatch.setattr("dbctl.run.show.RUNS", run_dir.path.parent)
+    assert "  done  " in look(None).lines[-1]
+    assert run_object(seen)["state"] == "max_iterations"
 
 
 def test_a_run_that_has_said_nothing_yet_is_starting(run_dir: RunDir) -> None:

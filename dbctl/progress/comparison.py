@@ -13,6 +13,7 @@ from typing import Any
 
 from dbctl.process import escape_line
 from dbctl.progress.history import History, Mark, common_accuracy
+from dbctl.progress.text import describe_status
 
 _RUNS = (
     *("run", "optimizer", "replicas", "partitions", "shards", "status", "steps", "examples"),
@@ -122,7 +123,7 @@ def _run_row(entry: Entry) -> tuple[str, ...]:
         entry.label,
         history.optimizer or "-",
         *("-" if count is None else f"{count:,}" for count in counts),
-        entry.status,
+        describe_status(entry.status),
         f"{history.steps:,}",
         f"{spent.examples:,.0f}",
         f"{spent.seconds:,.1f}",

@@ -161,6 +161,13 @@ def describe_summary(summary: Summary) -> str:
     return escape_line(" · ".join(parts))
 
 
+def describe_status(status: str) -> str:
+    """How a run stands, for people: each end of its own is done, as its last line says."""
+    if status not in FINISHED:
+        return status
+    return "done (converged)" if status == "converged" else "done"
+
+
 def way_on(status: str, run_dir: str) -> str:
     """How a run goes on that was saved; a search that failed does so again: nothing is random."""
     if status == SEARCH_FAILED:

@@ -26,6 +26,11 @@ class Part:
     rows: int
     steps_per_epoch: int
     begin: Position = BEGINNING
+    batch_size: int = 1
+
+    def rows_at(self, at: Position) -> int:
+        """Rows passed by who stands there, from the first epoch on."""
+        return at.epoch * self.rows + min(at.index * self.batch_size, self.rows)
 
 
 class Figures:
@@ -111,15 +116,17 @@ class Figures:
 
     @property
     def examples(self) -> int:
-        return self._examples_before + sum(r.examples for r in self._reports.values())
+        """As reported; of a dead replica what the shards have applied."""
+        return self.examples_at({})
 
-    def examples_at(self, positions: Mapping[int, Position], *, batch_size: int) -> int:
+    def examples_at(self, positions: Mapping[int, Position]) -> int:
         """Examples when the replicas stood there: a cut is ahead of the reports, or behind them."""
-        total = self.examples
-        for replica, position in positions.items():
-            part, report = self._parts[replica], self._reports.get(replica)
-            for at, sign in ((position, 1), (report.position if report else part.begin, -1)):
-                total += sign * (at.epoch * part.rows + min(at.index * batch_size, part.rows))
+        total = self._examples_before
+        for replica, part in self._parts.items():
+            report = self._reports.get(replica)
+            said = report.position if report else part.begin
+            at = positions.get(replica, self.position(replica))
+            total += part.rows_at(at) - part.rows_at(said) + (report.examples if report else 0)
         return max(0, total)
 
     @property

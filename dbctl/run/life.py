@@ -224,9 +224,7 @@ class Life:
                 shards=len(self.plan.shards),
                 seconds=figures.seconds(now),
                 epochs=figures.epochs,
-                examples=figures.examples_at(
-                    cut.rows, batch_size=self.experiment.optimizer.batch_size
-                ),
+                examples=figures.examples_at(cut.rows),
                 extra={
                     "dropped_pushes": cut.dropped,
                     "status": self.coordinator.status,

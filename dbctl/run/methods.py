@@ -41,6 +41,7 @@ def coordinator_start(plan: Plan, origin: Origin, optimizer: OnlineSpec) -> Coor
                 rows=rows,
                 steps_per_epoch=steps_per_epoch(rows, optimizer.batch_size),
                 begin=origin.positions[replica],
+                batch_size=optimizer.batch_size,
             )
             for replica, rows in enumerate(plan.rows)
         },

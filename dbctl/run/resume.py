@@ -3,8 +3,9 @@
 Rules of this file: everything that can be wrong is found before a file is written or a process is
 started; a run never starts over silently. Theory of operation: the manifest has one row a replica
 and one update count, and everything random is a function, so the same count of replicas goes on
-where each stood. With another count the rows belong to others: the begun epoch is cut short, and
-all begin the next one. Shards are cuts of one vector: any count of them reads the same checkpoint.
+where each stood. With another count the rows belong to others: all begin after the whole epochs
+that were done on average, and a part of one is done again. Shards are cuts of one vector: any
+count of them reads the same checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dbctl.experiment.words import nearest, unknown_key
 from dbctl.model.network import tensors
 from dbctl.plan import Plan
 from dbctl.progress.display import Display
-from dbctl.progress.text import Summary
+from dbctl.progress.text import Summary, counted
 from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.clusters import Cluster, overrides_on, standing_on
 from dbctl.run.find import find
@@ -68,18 +69,18 @@ CHANGEABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """What a run goes on with. `rows_left_out`: of the epoch that another count cuts short.
+    """What a run goes on with. `rows_again`: the work that another count of replicas repeats.
 
     `finished`: the checkpoint is the last one of a run that reached its stop, and no later one is
-    given. `train` and `test` are the rows, `data` is the digest of those of `train`.
-    `changed`: what is set anew, in words.
+    given, or at or past a stop set anew. `train` and `test` are the rows, `data` is the digest of
+    those of `train`. `changed`: what is set anew, in words.
     """
 
     plan: Plan
     origin: Origin
     checkpoint: Checkpoint
     warnings: list[str]
-    rows_left_out: int
+    rows_again: int
     finished: bool
     changed: list[str]
     train: Source
@@ -175,7 +176,7 @@ def prepare(
     wiring = wire(plan)
     warnings = [*warnings, *check_room(plan, train, test)]
     manifest = checkpoint.manifest
-    positions, left_out = beginnings(manifest, plan)
+    positions, again = beginnings(manifest, plan)
     origin = Origin(
         restore=str(checkpoint.path.absolute()),
         positions=positions,
@@ -188,7 +189,7 @@ def prepare(
         origin=origin,
         checkpoint=checkpoint,
         warnings=warnings,
-        rows_left_out=left_out,
+        rows_again=again,
         finished=_is_finished(manifest, experiment.stop),
         changed=_changed(run_dir, experiment),
         train=train,
@@ -260,10 +261,11 @@ def _check_data(checkpoint: Checkpoint, data: str) -> None:
 
 
 def beginnings(manifest: Manifest, plan: Plan) -> tuple[dict[int, Position], int]:
-    """Where each replica begins, and how many rows of a begun epoch are left out for it.
+    """Where each replica begins, and the work of how many rows is done again for it.
 
     The sum of the steps stays that of the manifest, so that numbers, warmstart and `stop: steps`
-    go on. With another count of replicas the greatest epoch begun is cut short for all.
+    go on. With another count of replicas all begin after the whole epochs done on average, by the
+    places or, where work was done again before, by the examples.
     """
     experiment, rows = plan.experiment, manifest.rows
     batch_size = experiment.optimizer.batch_size
@@ -275,15 +277,13 @@ def beginnings(manifest: Manifest, plan: Plan) -> tuple[dict[int, Position], int
         for row in rows:
             _check_row(row, steps_per_epoch(plan.rows[row.replica], batch_size))
         return {row.replica: row.position for row in rows}, 0
-    epoch = 1 + max(row.epoch if row.index else row.epoch - 1 for row in rows)
-    each, more = divmod(manifest.step, replicas)
-    positions = {r: Position(each + (r < more), epoch, 0) for r in range(replicas)}
-    n_rows = sum(plan.rows)
-    left_out = 0
+    n_rows, done = sum(plan.rows), 0
     for row in rows:
         own = len(range(row.replica, n_rows, len(rows)))
-        left_out += own * (epoch - row.epoch) - min(own, row.index * batch_size)
-    return positions, left_out
+        done += own * row.epoch + min(own, row.index * batch_size)
+    epoch, again = divmod(max(done, manifest.examples), n_rows)
+    each, more = divmod(manifest.step, replicas)
+    return {r: Position(each + (r < more), epoch, 0) for r in range(replicas)}, again
 
 
 def _check_row(row: ReplicaRow, per_epoch: int) -> None:
@@ -308,10 +308,10 @@ def _changed(run_dir: RunDir, experiment: Experiment) -> list[str]:
 
 
 def _is_finished(manifest: Manifest, stop: StopSpec) -> bool:
-    """Whether the run had reached its stop, and `stop` asks for no more."""
-    if not manifest.extra.get("finished"):
-        return False
-    return manifest.extra.get("stop") == asdict(stop) or bool(_reached(manifest, stop))
+    """Whether the run had reached its stop, or is at or past one set anew: `stop` asks no more."""
+    if manifest.extra.get("stop") == asdict(stop):
+        return bool(manifest.extra.get("finished"))  # if not, its end is still to be measured
+    return bool(_reached(manifest, stop))
 
 
 def _reached(manifest: Manifest, stop: StopSpec) -> list[str]:
@@ -343,7 +343,10 @@ def _what_next(manifest: Manifest, stop: StopSpec) -> str:
     keys = _reached(manifest, stop) or [key for key in limits if limits[key] is not None]
     met = " and ".join(f"stop.{key} ({limits[key]:g})" for key in keys)
     sets = " ".join(f"--set stop.{key}=N" for key in keys)
-    return f"had finished already by {met}: it goes on with a later one, {sets}"
+    found = f"had finished already by {met}"
+    if not manifest.extra.get("finished"):
+        found = f"{met} was reached already"
+    return f"{found}: it goes on with a later one, {sets}"
 
 
 def _already_finished(run_dir: RunDir, found: Resumption) -> Summary:
@@ -359,7 +362,7 @@ def _already_finished(run_dir: RunDir, found: Resumption) -> Summary:
             known = {key: value for key, value in status.items() if isinstance(value, float)}
     return Summary(
         run_dir=str(run_dir.path),
-        status=manifest.extra.get("status", "done"),
+        status=manifest.extra.get("status", "done") if manifest.extra.get("finished") else "done",
         steps=manifest.step,
         epochs=manifest.epochs,
         examples=manifest.examples,
@@ -376,21 +379,22 @@ def _already_finished(run_dir: RunDir, found: Resumption) -> Summary:
 def _tell(display: Display, found: Resumption) -> None:
     manifest, path = found.checkpoint.manifest, found.checkpoint.path
     dropped = manifest.extra.get("dropped_pushes", 0)
-    replicas = found.plan.experiment.replicas
+    replicas, again = found.plan.experiment.replicas, found.rows_again
     parts = [f"going on from step {manifest.step:,} ({path.name})"]
-    parts += [c for c in found.changed if not (found.rows_left_out and c.startswith("replicas "))]
+    parts += [c for c in found.changed if not (again and c.startswith("replicas "))]
     if dropped:
         parts.append(f"pushes dropped, as not every shard had applied them: {dropped:,}")
-    if found.rows_left_out:
+    if again:
+        epochs = counted(found.origin.positions[0].epoch, "epoch")
         parts.append(
-            f"replicas {len(manifest.rows)} -> {replicas}: the begun epoch is cut short by "
-            f"{found.rows_left_out:,} rows"
+            f"replicas {len(manifest.rows)} -> {replicas}: all begin after {epochs}, which were "
+            f"done on average, and the work of {counted(again, 'row')} is done again"
         )
     fields = {
         "step": manifest.step,
         "path": str(path),
         "dropped_pushes": dropped,
-        "rows_left_out": found.rows_left_out,
+        "rows_again": again,
         "changed": found.changed,
     }
     display.event("resume", "; ".join(parts), fields)

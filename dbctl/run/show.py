@@ -21,7 +21,14 @@ from msgspec import to_builtins
 from dbctl.errors import RunError, UsageError
 from dbctl.plan import describe_bytes
 from dbctl.process import escape_line
-from dbctl.progress.text import FAILED, UNFINISHED, counted, describe_duration, way_on
+from dbctl.progress.text import (
+    FAILED,
+    UNFINISHED,
+    counted,
+    describe_duration,
+    describe_status,
+    way_on,
+)
 from dbctl.run import clusters
 from dbctl.run.cluster_hosts import Seen
 from dbctl.run.cluster_hosts import look as look_at
@@ -188,7 +195,7 @@ def run_object(seen: RunSeen) -> dict[str, Any]:
 
 def run_lines(seen: RunSeen) -> Iterator[str]:
     status = seen.status
-    parts = [f"{seen.run_dir}: {seen.state}"]
+    parts = [f"{seen.run_dir}: {describe_status(seen.state)}"]
     if "steps" in status:
         parts.append(f"step {status['steps']:,}")
         parts.append(f"epoch {status.get('epochs', 0.0):.2f}")
@@ -322,7 +329,7 @@ def _runs_in(root: Path) -> Shown:
 
 
 def _run_row(seen: RunSeen) -> Row:
-    status, state = seen.status, seen.state
+    status, state = seen.status, describe_status(seen.state)
     if state == "running" and (seen.age_s or 0.0) > FRESH_S:
         state = f"running, {_ago(seen.age_s)}"
     accuracy = status.get("test_accuracy")
