@@ -216,12 +216,15 @@ class Forks:
     def reap(self, running: Container[int]) -> None:
         """Templates that have ended unasked, and what is left of nodes that are gone.
 
-        Never one of `running`: who watches those reaps them.
+        Never one of `running`: who watches those reaps them. Nor while a question is on its way: a
+        node may have died before its number is told, and until then it must be nobody else's.
         """
         for kind, template in list(self._templates.items()):
             is_idle = template.asked is None and not template.waiting
             if is_idle and template.process.poll() is not None:
                 self._templates.pop(kind).end()
+        if any(template.asked is not None for template in self._templates.values()):
+            return
         with contextlib.suppress(ChildProcessError):
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 mine = any(t.process.pid == found.si_pid for t in self._templates.values())

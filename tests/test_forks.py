@@ -19,7 +19,7 @@ from dbctl.children import Children
 from dbctl.forks import PR_SET_CHILD_SUBREAPER, Forked, Forks, Question, forks_here
 from dbctl.launch.base import python_command, python_environment
 from dbctl.process import EXIT_ORPHANED, TEMPLATE, prctl
-from dbctl.proctree import children_of
+from dbctl.proctree import Process, children_of
 from dbctl.wire import Exited
 from dbctl.wire_processes import Kill, Start, Started
 from tests.cluster.harness import state, wait_until
@@ -100,12 +100,16 @@ def own_children() -> set[str]:
     return set(Path("/proc/self/task", str(os.getpid()), "children").read_text().split())
 
 
+def my_children() -> list[Process]:
+    return children_of([os.getpid()])[os.getpid()]
+
+
 def templates() -> list[int]:
-    return [one.pid for one in children_of([os.getpid()])[os.getpid()] if TEMPLATE in one.words]
+    return [one.pid for one in my_children() if TEMPLATE in one.words]
 
 
 def words(pid: int) -> list[str]:
-    return next(one.words for one in children_of([os.getpid()])[os.getpid()] if one.pid == pid)
+    return next(one.words for one in my_children() if one.pid == pid)
 
 
 # ---------------------------------------------------------------- one node
@@ -146,6 +150,59 @@ def test_a_signal_to_its_group_ends_it(these: Forks, tmp_path: Path) -> None:
     with forked(these, node(), tmp_path / "log") as one:
         os.killpg(one.pid, signal.SIGKILL)
         assert one.wait() == -signal.SIGKILL
+
+
+def test_one_that_dies_before_its_number_is_told_is_dead_and_not_a_strangers(
+    children: Children,
+) -> None:
+    path = patched(
+        children.logs / "site",
+        "import os, time\n"
+        "waitpid = os.waitpid\n"
+        "os.waitpid = lambda pid, flags: (waitpid(pid, flags), time.sleep(0.5))[0]\n",
+    )
+    children.start(node("shard-0", PYTHONPATH=path))
+    children.forked(time.monotonic())
+    ours = python_command("node", "shard-0")
+    wait_until(lambda: list(ours) in [one.words for one in my_children()])
+    [pid] = [one.pid for one in my_children() if one.words == list(ours)]
+    os.kill(pid, signal.SIGKILL)
+    found: list[Started | Exited] = []
+
+    def told() -> bool:
+        found.extend([*children.reap(), *children.forked(time.monotonic())])
+        return len(found) == 2
+
+    wait_until(told)
+    assert found[0] == Started("shard-0", 1, pid)
+    assert isinstance(found[1], Exited)
+    assert found[1].status == -signal.SIGKILL
+
+
+def test_a_stopped_one_that_has_no_spec_yet_dies_with_its_agent(tmp_path: Path) -> None:
+    """It would not see the end of its input."""
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from dbctl.forks import forks_here\n"
+        "from tests.test_forks import forked, node\n"
+        "with forked(forks_here('agent-0', 20.0), node(), Path(sys.argv[1], 'log')) as one:\n"
+        "    print(one.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    root = str(Path(__file__).resolve().parent.parent)
+    agent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    with agent:
+        assert agent.stdout is not None
+        pid = int(agent.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)
+        agent.kill()
+        agent.wait()
+        wait_until(lambda: state(pid) in ("", "Z"))
 
 
 # ---------------------------------------------------------------- templates

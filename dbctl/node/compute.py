@@ -105,6 +105,7 @@ class NetworkGradient:
         self._seed, self._replica, self._batch_size = seed, replica, batch_size
         self._epoch = -1
         self._order: Array = np.empty(0, np.int64)
+        self._taken: Array = np.empty(0, np.int64)
 
     def compute(
         self, at: Position, parameters: Array, out: Array
@@ -114,11 +115,15 @@ class NetworkGradient:
             self._order = epoch_order(
                 len(self._rows), self._seed, replica=self._replica, epoch=at.epoch
             )
-        indices = batch_rows(self._order, at.index, self._batch_size)
+        self._taken = indices = batch_rows(self._order, at.index, self._batch_size)
         x, targets = self._batches.take(indices), self._rows.targets(indices)
         draw = Draw(self._seed, self._replica, at.step)
         loss = yield from self._share.gradient(parameters, x, targets, out=out, draw=draw)
         return BatchResult(loss, len(indices))
+
+    def blemish(self) -> str:
+        """What is not finite in the rows of the last mini-batch (Dataset.blemish)."""
+        return self._rows.blemish(self._taken)
 
 
 class NetworkMeasure:

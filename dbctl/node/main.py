@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         log("node", f"expected one argument, the node's name, found {len(argv)}")
         return EXIT_FAILED
-    name, is_forked, agent = argv[0], argv[0] == TEMPLATE, os.getppid()
+    name = argv[0]
     end_with_parent(signal.SIGKILL)
-    if is_forked:
+    if name == TEMPLATE:
         from dbctl.node.template import wait_for_name
 
         forked = wait_for_name()
@@ -50,11 +50,6 @@ def main(argv: list[str]) -> int:
     if line is None:
         log(name, f"no spec of at most {SPEC_BYTES_MAX} bytes on standard input: the agent is gone")
         return EXIT_ORPHANED
-    if is_forked:  # a fork inherits no such wish, and before this line it had another parent
-        end_with_parent(signal.SIGKILL)
-        if os.getppid() != agent:
-            log(name, "the agent is gone")
-            return EXIT_ORPHANED
 
     import msgspec
 

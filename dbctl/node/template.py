@@ -13,12 +13,15 @@ import gc
 import importlib
 import os
 import select
+import signal
 import socket
 import sys
+import time
 
-from dbctl.process import FORKED, TEMPLATE, TEMPLATE_IDLE_S
+from dbctl.process import EXIT_ORPHANED, FORKED, TEMPLATE, TEMPLATE_IDLE_S, end_with_parent
 
 IMPORTED = ("dbctl.node.loop", "dbctl.node.build")
+ORPHANED_S = 0.0002  # how late a node sees that the fork between has ended
 _STAT_ARG_START = 48 - 3  # of the fields after the program's name (proc_pid_stat(5))
 
 
@@ -27,6 +30,7 @@ def wait_for_name() -> str | None:
 
     Standard input is the socket of requests before and the node's own after, as the two outputs.
     """
+    agent = os.getppid()
     for module in IMPORTED:
         importlib.import_module(module)
     gc.collect()
@@ -41,6 +45,7 @@ def wait_for_name() -> str | None:
         if number == 0:
             os.close(ours)
             line.detach()
+            _end_with(agent)
             _become(name, files)
             os.write(theirs, FORKED.pack(os.getpid()))
             os.close(theirs)
@@ -56,7 +61,7 @@ def wait_for_name() -> str | None:
 
 
 def _fork_away() -> int:
-    """Forks a grandchild: 0 in it, here the number of the fork between, which ends at once.
+    """Forks a grandchild: here the number of the fork between, which ends; then 0 in the grandchild.
 
     -1: there is no room for another process.
     """
@@ -66,10 +71,20 @@ def _fork_away() -> int:
         return -1
     if middle != 0:
         return middle
+    between = os.getpid()
     with contextlib.suppress(OSError):
         if os.fork() == 0:
+            while os.getppid() == between:
+                time.sleep(ORPHANED_S)
             return 0
     os._exit(0)
+
+
+def _end_with(agent: int) -> None:
+    """No fork inherits this wish, and it is of whoever is the parent at the time."""
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(EXIT_ORPHANED)
 
 
 def _become(name: bytes, files: list[int]) -> None:
