@@ -122,6 +122,24 @@ def test_bad_numbers_go_through_and_stay_in_their_row(tmp_path: Path) -> None:
         np.testing.assert_array_equal(got, [[1, np.nan, 1, 1], [1, 1, np.inf, 1]])
 
 
+def test_the_first_row_that_is_not_finite_is_named_as_the_file_has_it(tmp_path: Path) -> None:
+    x = np.ones((6, 2))
+    x[4, 0], x[2, 1] = np.nan, 1e300
+    for form in ("npy", "npz"):
+        spec = write(tmp_path, x, np.zeros(6, int), form)
+        source = open_source(spec)
+        dataset = Dataset(source, spec, rows=np.array([5, 4, 2, 0]))
+        named = f"of {source.path!r} has"
+        assert dataset.blemish(np.array([3, 1, 2])) == (
+            f"row 4 (from 0) {named} nan in float32 as feature 0"
+        )
+        assert (
+            dataset.blemish(np.array([2])) == f"row 2 (from 0) {named} inf in float32 as feature 1"
+        )
+        assert dataset.blemish(np.array([0, 3])) == ""
+        assert Dataset(source, spec).blemish(np.arange(6)).startswith("row 2 (from 0)")
+
+
 def test_a_replica_without_rows() -> None:
     spec = SyntheticSource(rows=2, features=3, classes=2)
     rows = subset(2, 7, replica=2, replicas=3)

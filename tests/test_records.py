@@ -10,13 +10,25 @@ import pytest
 from dbctl.experiment.specs import StopSpec
 from dbctl.metrics import read_metrics
 from dbctl.progress.display import make_display
+from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.figures import Part
 from dbctl.run.records import RunRecords
-from dbctl.rundir import create
+from dbctl.rundir import RunDir, create
 from dbctl.wire import Exited
 
 STARTED = "20:25:03.277 worker-0.0 incarnation 1 of run 2ae46c850419bc1f, pid 1761\n"
+
+
+def records_in(run_dir: RunDir, err: io.StringIO) -> RunRecords:
+    display = make_display(json=False, stderr_is_tty=False, out=io.StringIO(), err=err)
+    start = CoordinatorStart(
+        workers={0: ("worker-0.0",)},
+        parts={0: Part(rows=4, steps_per_epoch=2)},
+        shards=["shard-0"],
+        stop=StopSpec(steps=1),
+    )
+    return RunRecords(run_dir, display, Coordinator(start), run="r", now=lambda: 0.0)
 
 
 @pytest.mark.parametrize(
@@ -32,18 +44,24 @@ def test_a_death_is_told_with_the_last_word_of_its_log(
     node: str, tail: str, said: str, tmp_path: Path
 ) -> None:
     err = io.StringIO()
-    display = make_display(json=False, stderr_is_tty=False, out=io.StringIO(), err=err)
-    start = CoordinatorStart(
-        workers={0: ("worker-0.0",)},
-        parts={0: Part(rows=4, steps_per_epoch=2)},
-        shards=["shard-0"],
-        stop=StopSpec(steps=1),
-    )
     with create(tmp_path / "r", "x") as run_dir:
-        records = RunRecords(run_dir, display, Coordinator(start), run="r", now=lambda: 0.0)
+        records = records_in(run_dir, err)
         records.node_died(node, Exited(node, 1, -9, tail))
         records.close()
         assert [(r["event"], r["node"]) for r in read_metrics(run_dir.metrics)] == [("death", node)]
     assert said in err.getvalue()
     assert bool(err.getvalue()) == bool(said)
     assert "incarnation" not in err.getvalue()
+
+
+def test_a_test_loss_that_is_not_finite_is_warned_of_once(tmp_path: Path) -> None:
+    err = io.StringIO()
+    fields = {"accuracy": None, "epochs": 1.0, "examples": 4}
+    with create(tmp_path / "r", "x") as run_dir:
+        records = records_in(run_dir, err)
+        records.record(Record("evaluation", {**fields, "loss": 0.5}))
+        assert "warning" not in err.getvalue()
+        for _ in range(2):
+            records.record(Record("evaluation", {**fields, "loss": float("nan")}))
+        records.close()
+    assert err.getvalue().count("the test loss is nan: a row of data.test is not finite") == 1

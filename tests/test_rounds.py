@@ -14,6 +14,7 @@ from dbctl.roles.base import (
     BatchResult,
     Done,
     Effects,
+    Gradient,
     PlainBuffer,
     Send,
 )
@@ -45,8 +46,8 @@ class Nothing:
 class Method:
     """`tasks`: how many times it goes round before it waits to be told more."""
 
-    def __init__(self, tasks: int = 0) -> None:
-        start = WorkerStart(gradient=Nothing(), shards=(ShardSpan("shard-0", 0, 2),))
+    def __init__(self, tasks: int = 0, gradient: Gradient | None = None) -> None:
+        start = WorkerStart(gradient=gradient or Nothing(), shards=(ShardSpan("shard-0", 0, 2),))
         self.rounds = Rounds(
             start,
             rate=lambda n: 0.5,
@@ -57,7 +58,7 @@ class Method:
         )
         self.at, self.until, self.tasks = Position(), 3, tasks
         self.entered: list[Phase] = []
-        self.n_computed = 0
+        self.n_computed, self.refuses = 0, False
 
     def can_go_on(self) -> bool:
         if self.rounds.phase is Phase.IDLE:
@@ -76,6 +77,8 @@ class Method:
 
     def _compute(self) -> Generator[Any, Any, str]:
         self.n_computed += 1
+        if self.refuses:
+            self.rounds.totals.refused_one("step 0")
         return "computed"
         yield
 
@@ -84,9 +87,9 @@ class Method:
         return [effect.message for effect in done if isinstance(effect, Send)]
 
 
-def joined(tasks: int = 0) -> Method:
+def joined(tasks: int = 0, gradient: Gradient | None = None) -> Method:
     """Its first report is said, at 0.0."""
-    method = Method(tasks)
+    method = Method(tasks, gradient)
     assert method.rounds.start(0.0) == [Send("shard-0", Hello(1))]
     assert method.step(0.0) == []
     method.rounds.receive(0.0, SHARD, Welcome(1, 0, 0))
@@ -111,6 +114,32 @@ def test_a_step_goes_through_phases_until_a_gradient_is_computed() -> None:
     method.step(0.0)
     assert method.entered[3:] == [Phase.COMPUTED, Phase.IDLE, Phase.FETCHING, Phase.SLOT]
     assert method.n_computed == 2
+
+
+class Looking(Nothing):
+    """Asked about the rows of a pass, it says `found`, and counts how often it was."""
+
+    def __init__(self, found: str) -> None:
+        self.found, self.n_asked = found, 0
+
+    def blemish(self) -> str:
+        self.n_asked += 1
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("found", "where"),
+    [("", "step 0"), ("row 7 has nan", "step 0, where row 7 has nan; mend or leave out that row")],
+)
+def test_rows_are_looked_at_when_a_gradient_is_refused_only(found: str, where: str) -> None:
+    gradient = Looking(found)
+    method = joined(tasks=2, gradient=gradient)
+    method.step(0.0)
+    assert (method.n_computed, gradient.n_asked) == (1, 0)
+    method.refuses = True
+    method.step(0.0)
+    assert (method.n_computed, gradient.n_asked) == (2, 1)
+    assert method.rounds.totals.refused_where == where
 
 
 def test_what_is_to_be_sent_is_sent_before_anything_is_computed() -> None:

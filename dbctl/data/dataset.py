@@ -16,6 +16,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from dbctl.data.files import shown
 from dbctl.data.prepare import Preparation, Statistics
 from dbctl.data.rows import Array, ArrayRows, Indices, Rows
 from dbctl.data.sources import Source
@@ -45,6 +46,8 @@ class Dataset:
     ) -> None:
         assert statistics is not None or not spec.standardize, "standardize needs statistics"
         self.features = source.features
+        self._path = source.path
+        self._rows = rows
         self.kind = source.kind
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._preparation = Preparation(
@@ -110,6 +113,20 @@ class Dataset:
                 raw = self._work[:n]
             out[...] = raw.T
         return out
+
+    def blemish(self, indices: Indices) -> str:
+        """The first of rows `indices` with a number that is not finite as batches have it, and
+        where the file has it; "" where all are finite. It makes a batch: for when one went wrong.
+        """
+        shape = self.features, len(indices)
+        bad = ~np.isfinite(x := self.batch(indices, np.empty(shape, self.dtype)))
+        if not bad.any():
+            return ""
+        at = int(np.argmax(bad.any(axis=0)))
+        feature = int(np.argmax(bad[:, at]))
+        row = indices[at] if self._rows is None else self._rows[indices[at]]
+        number = f"{x[feature, at]} in {self.dtype}"
+        return f"row {row} (from 0) of {shown(self._path, 200)} has {number} as feature {feature}"
 
     def prefetch(self, start: int, stop: int) -> None:
         """Rows `start` to `stop` will be wanted soon: mapped ones are read ahead, up to a limit.

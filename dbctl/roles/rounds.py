@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dbctl.model.exchange import Exchange
 from dbctl.rights import CONTROLLER
@@ -31,6 +31,7 @@ from dbctl.roles.base import (
 from dbctl.roles.conversation import Conversation
 from dbctl.roles.local import LocalCopy
 from dbctl.roles.totals import Totals
+from dbctl.roles.verdict import MEND
 from dbctl.shards import ShardSpan
 from dbctl.wire import Finish, Message, Peer, Position
 
@@ -80,6 +81,14 @@ class Phased(Protocol):
         """What follows a phase that can be left: any but JOINING and COMPUTE."""
 
 
+@runtime_checkable
+class Blemished(Protocol):
+    """A gradient that can look at the rows of its last pass; it is asked after a refusal only."""
+
+    def blemish(self) -> str:
+        """What is not finite in them, or ""."""
+
+
 class Rounds:
     """`rate`, `later` and `read_own` are those of the local copy (roles/local.py)."""
 
@@ -109,6 +118,7 @@ class Rounds:
             start.partition, start.partners, allocate=allocate, resend_s=resend_s
         )
         self.totals = Totals()
+        self._gradient = start.gradient
         self.phase = Phase.JOINING
         self._since = 0.0
         self._exchanged_s = 0.0  # spent in exchanges when the last pass was over
@@ -189,10 +199,17 @@ class Rounds:
         self.talk.begin(work)
 
     def _compute(self, now: float) -> Effects:
+        refused = self.totals.refused
         effects, over = self.talk.go_on(now)
         if over:
             # Not by `to`: a pass is as long as it is until the next `now`.
             self.phase = Phase.COMPUTED
+        if (
+            self.totals.refused > refused
+            and isinstance(self._gradient, Blemished)
+            and (what := self._gradient.blemish())
+        ):
+            self.totals.refused_where += f", where {what}; {MEND}"
         return effects
 
     # ----------------------------------------------------------------------------------- reports

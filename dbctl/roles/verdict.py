@@ -18,6 +18,7 @@ from dbctl.roles.base import Array, BatchResult
 from dbctl.roles.conversation import Conversation
 
 ELSEWHERE = "another partition"
+MEND = "mend or leave out that row"  # how a place ends where the data are at fault
 
 
 class Verdict(NamedTuple):

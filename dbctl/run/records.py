@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from dbctl.errors import RunError
@@ -76,6 +77,7 @@ class RunRecords:
             self._told[fields["node"]] = fields
         match record.event:
             case "evaluation":
+                self._warn_test_loss(fields["loss"])
                 self._display.event("evaluation", _describe_measured(fields), fields)
             case "worker" if fields.get("refused"):
                 self._warn_refused(fields)
@@ -87,8 +89,16 @@ class RunRecords:
         self._warn_once(
             f"refused {fields['node']}",
             f"replica {fields['replica']} refused a gradient that is not finite, at "
-            f"{fields['refused_where']}; it is not used, and later ones are counted",
+            f"{fields['refused_where']}; such a gradient is not used, and later ones are counted",
         )
+
+    def _warn_test_loss(self, loss: float) -> None:
+        if not isfinite(loss) and not self._coordinator.figures.diverged():
+            text = (
+                f"the test loss is {loss}: a row of data.test is not finite (mend or leave out "
+                f"such rows), or the training diverged"
+            )
+            self._warn_once("test loss", text)
 
     def node_died(self, name: str, exited: Exited) -> None:
         self.append("death", node=name, status=exited.status, word=exited.word)

@@ -39,7 +39,8 @@ def test_a_row_with_nan(tmp_path: Path) -> None:
         [replica] = [n.split("-")[1].split(".")[0] for n, count in refused.items() if count]
         assert f"replica {replica} refused a gradient that is not finite, at step " in run.err
         assert run.err.count("refused a gradient") == 1, "a warning, not one a row"
-        assert "layers.0.weight" in where
+        row = f"row 17 (from 0) of '{tmp_path}/x.npy' has nan in float32 as feature 2"
+        assert f"layers.0.weight, where {row}; mend or leave out that row" in where
         assert "3 gradients that were not finite were refused" in run.out
         assert run.metrics("finished")[-1]["epochs"] == 3.0
         assert len(run.checkpoints()) == 1
