@@ -61,7 +61,7 @@ def wait_for_name() -> str | None:
 
 
 def _fork_away() -> int:
-    """Forks a grandchild: here the number of the fork between, which ends; then 0 in the grandchild.
+    """Forks a grandchild: here the number of the fork between, which ends; in the new node 0.
 
     -1: there is no room for another process.
     """
