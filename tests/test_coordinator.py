@@ -12,6 +12,7 @@ from dbctl.roles.coordinator import MAX_REFUSED_IN_A_ROW, Coordinator, Coordinat
 from dbctl.roles.figures import Part
 from dbctl.roles.grants import FIRST_GRANT_CUT
 from dbctl.roles.leader import RESEND_S, Phase
+from dbctl.roles.verdict import MEND
 from dbctl.wire import (
     Cut,
     CutPart,
@@ -230,10 +231,11 @@ def test_a_run_cannot_go_on_without_a_shard() -> None:
     assert "shard-1 died" in done.reason
 
 
-def test_many_refused_gradients_in_a_row_end_the_run_with_advice() -> None:
+@pytest.mark.parametrize("fault", ["rate", "data"])
+def test_many_refused_gradients_in_a_row_end_the_run_with_advice(fault: str) -> None:
     """reliability.md, G14."""
     boss = Boss()
-    where = "step 3, layers.0.weight"
+    where = "step 3, layers.0.weight" + (f", where row 7 has nan; {MEND}" * (fault == "data"))
     assert not any(
         isinstance(e, Done)
         for e in boss.report(0, 1, refused_in_a_row=MAX_REFUSED_IN_A_ROW, refused_where=where)
@@ -242,7 +244,7 @@ def test_many_refused_gradients_in_a_row_end_the_run_with_advice() -> None:
     assert isinstance(done, Done)
     assert done.status == "failed"
     assert where in done.reason
-    assert "lower optimizer.rule.rate" in done.reason
+    assert ("lower optimizer.rule.rate" in done.reason) == (fault == "rate")
 
 
 # ---------------------------------------------------------------------------------- stop by other

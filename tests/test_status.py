@@ -30,18 +30,9 @@ from dbctl.run.cluster_hosts import NodeSaid, RunSaid, Said, Seen
 from dbctl.run.clusters import Cluster
 from dbctl.run.nodes import Node, Nodes
 from dbctl.run.records import RunRecords, node_fields
-from dbctl.run.show import (
-    Shown,
-    aligned,
-    cluster_lines,
-    cluster_object,
-    cluster_rows,
-    look,
-    of_run,
-    run_lines,
-    run_object,
-)
+from dbctl.run.show import Shown, cluster_lines, cluster_object, cluster_rows, look
 from dbctl.run.show_logs import logs
+from dbctl.run.show_run import aligned, of_run, run_lines, run_object
 from dbctl.rundir import RunDir, RunInfo, create
 from dbctl.wire import Exited
 from dbctl.wire_processes import Start
@@ -189,6 +180,19 @@ def test_a_run_that_is_over(run_dir: RunDir, state: str) -> None:
     assert of_run(run_dir).is_over
     shown = "done (converged)" if state == "converged" else state
     assert f": {shown}, " in next(iter(run_lines(of_run(run_dir))))
+
+
+@pytest.mark.parametrize("state", ["failed", "interrupted", "done", "running"])
+def test_what_nodes_were_when_their_run_ended_is_told_as_that(run_dir: RunDir, state: str) -> None:
+    """Who was killed with its agent, say, was never told to have ended."""
+    ended = node_fields(node(), SHARD) | {"state": "ended"}
+    run_dir.write_status(STATUS | {"state": state, "nodes": STATUS["nodes"] | {"s": ended}})
+    worker, shard, last = list(run_lines(of_run(run_dir)))[-3:]
+    before = "" if state == "running" else "was "
+    assert f" {before}running " in worker
+    assert f" {before}up " in shard
+    assert " ended " in last
+    assert " was ended" not in last
 
 
 def test_an_end_of_its_own_is_done_for_people_and_as_it_was_in_json(

@@ -17,6 +17,7 @@ from dbctl.roles.grants import Grants
 from dbctl.roles.leader import Leader, LeaderStart, Phase
 from dbctl.roles.orders import Orders
 from dbctl.roles.records import worker_fields
+from dbctl.roles.verdict import MEND
 from dbctl.wire import Message, Peer, Position, Report
 
 MAX_REFUSED_IN_A_ROW = 10
@@ -71,11 +72,13 @@ class Coordinator(Leader):
             Record("worker", worker_fields(sender.node, report, figures=self.figures))
         ]
         if report.refused_in_a_row > MAX_REFUSED_IN_A_ROW:
+            where = report.refused_where
             reason = (
                 f"{sender.node} refused {report.refused_in_a_row} non-finite gradients in a row,"
-                f" the last at {report.refused_where}; lower optimizer.rule.rate, or use adagrad"
-                " with a warmstart"
+                f" the last at {where}"
             )
+            if not where.endswith(MEND):  # the data are not at fault
+                reason += "; lower optimizer.rule.rate, or use adagrad with a warmstart"
             return [*effects, *self._over("failed", reason)]
         self._orders.heard(sender.node, replica, report)
         return effects + self._go_on(now)

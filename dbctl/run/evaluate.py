@@ -53,7 +53,7 @@ from dbctl.run.setting import (
     vectors_of,
 )
 from dbctl.run.shipments import Shipments, shipments_of
-from dbctl.run.show import of_run
+from dbctl.run.show_run import of_run
 from dbctl.run.signals import Interrupted, Signals
 from dbctl.run.wiring import UNENCRYPTED
 from dbctl.rundir import RunDir

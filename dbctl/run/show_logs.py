@@ -22,7 +22,7 @@ from pathlib import Path
 
 from dbctl.errors import UsageError
 from dbctl.process import escape_line
-from dbctl.run.show import of_run
+from dbctl.run.show_run import of_run
 from dbctl.rundir import RunDir
 
 LOOK_S = 0.2
