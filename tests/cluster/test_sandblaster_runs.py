@@ -87,7 +87,7 @@ def iteration_s(run: TrainRun) -> float:
 @pytest.mark.alone
 def test_a4_2_backup_copies_hide_a_slow_replica(tmp_path: Path) -> None:
     """One of three is 20 times slower: an iteration takes at most 1.5 times the undisturbed."""
-    experiment = batch(rows=60_000)
+    experiment = batch(rows=60_000, stop={"steps": 9})
     experiment["optimizer"]["send_every"] = 10  # 60 bundles
     slow: dict[str, Any] = {"factories": {"worker": "slow_portions"}}
     slow["env"] = {"DBCTL_TEST_NODE": "worker-2.0"}
@@ -102,7 +102,7 @@ def test_a4_2_backup_copies_hide_a_slow_replica(tmp_path: Path) -> None:
         with TrainRun(tmp_path, what, name=name, **more) as run:
             assert run.finish(limit_s=100) == 0
             taken[name] = iteration_s(run)
-            sequences.append([losses(run)[n] for n in range(13)])
+            sequences.append([losses(run)[n] for n in range(10)])
             backups = run.metrics("iteration")[-1]["backups"]
             assert (backups == 0) == (name == "none")
     print({name: f"{seconds / taken['undisturbed']:.2f}" for name, seconds in taken.items()})
