@@ -22,7 +22,7 @@ import pytest
 CLUSTER = Path(__file__).parent / "cluster"
 ALONE = "alone"
 COUNTED = "counted"
-N_WORKERS = 3  # on 2 cores: a fifth of the time of those with processes is waiting
+N_WORKERS = 2
 GRACE_S = 3.0  # threads and children may be on their way out when a test returns
 
 
