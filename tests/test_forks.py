@@ -202,7 +202,11 @@ def test_a_stopped_one_that_has_no_spec_yet_dies_with_its_agent(tmp_path: Path) 
         os.kill(pid, signal.SIGSTOP)
         agent.kill()
         agent.wait()
-        wait_until(lambda: state(pid) in ("", "Z"))
+        try:
+            wait_until(lambda: state(pid) in ("", "Z"))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- templates
