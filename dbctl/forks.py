@@ -141,9 +141,15 @@ class Forks:
         return question
 
     def drop(self, question: Question) -> None:
-        """Nobody wants it any more: it is not in an answer, and its node, if there is one, ends."""
+        """Nobody wants it any more: it is not in an answer, and its node, if there is one, ends.
+
+        Its log may be closed from here on.
+        """
         question.is_dropped = True
         question.close_input()
+        for template in self._templates.values():
+            if question in template.waiting:
+                template.waiting.remove(question)
 
     def look(self, now: float) -> list[Answer]:
         """What was answered since the last look; without a Forked it has to be a program."""
@@ -237,7 +243,7 @@ class Forks:
             _, template = self._templates.popitem()
             for question in (template.asked, *template.waiting):
                 if question is not None:
-                    self.drop(question)
+                    question.close_input()
             template.end()
 
 

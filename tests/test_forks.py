@@ -375,6 +375,20 @@ def test_what_is_ended_while_it_is_forked_never_begins(
     wait_until(lambda: "no spec of at most" in (children.logs / "shard-0.log").read_text())
 
 
+def test_what_is_ended_before_it_is_asked_for_is_never_asked_for(
+    children: Children, these: Forks
+) -> None:
+    """Its log is closed by then, and that number may be another file's."""
+    for name in ("shard-0", "shard-1", "shard-2"):
+        assert children.start(node(name)) is None
+    children.forked(time.monotonic())
+    children.kill(Kill("shard-1", 1), time.monotonic())
+    assert [answered(children).node for _ in range(2)] == ["shard-0", "shard-2"]
+    assert these.takes(node()), "no template has failed"
+    assert len(templates()) == 1
+    assert (children.logs / "shard-1.log").read_text() == ""
+
+
 def test_a_later_life_makes_an_earlier_start_nothing(children: Children) -> None:
     assert children.start(node("shard-0", 2)) is None
     assert children.start(node("shard-0", 1)) is None
