@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
-import torch
 
 from dbctl.model.initial import initial_values
 from dbctl.model.kernels.pool import Pool
@@ -17,13 +18,22 @@ from dbctl.model.network import NetworkSpec, n_parameters, tensors
 from dbctl.model.passes import Network
 from dbctl.region import Box, Range
 
+if TYPE_CHECKING:
+    import torch
+
 ROWS = 64
-FUNCTIONS = {
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "relu": torch.relu,
-    "linear": lambda z: z,
-}
+ACTIVATIONS = ["sigmoid", "tanh", "relu", "linear"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded() -> None:
+    """It takes seconds: not in each worker of pytest-xdist, which only looks what is here."""
+    global torch
+    import torch
+
+
+def torch_activation(name: str, z: torch.Tensor) -> torch.Tensor:
+    return z if name == "linear" else getattr(torch, name)(z)
 
 
 def torch_loss(name: str, z: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -37,7 +47,7 @@ def torch_loss(name: str, z: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
 
 
 @pytest.mark.parametrize("loss", ["softmax", "logistic", "squared"])
-@pytest.mark.parametrize("activation", list(FUNCTIONS))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_loss_and_gradient_of_784_512_256_10_agree(activation: str, loss: str) -> None:
     """Each tensor's gradient within 1e-5 of its largest entry, in float32."""
     spec = NetworkSpec(
@@ -63,7 +73,7 @@ def test_loss_and_gradient_of_784_512_256_10_agree(activation: str, loss: str) -
     ]
     z = torch.tensor(x)
     for layer, weight, bias in zip(spec.layers, theirs[::2], theirs[1::2], strict=True):
-        z = FUNCTIONS[layer.activation](torch.nn.functional.linear(z, weight, bias))
+        z = torch_activation(layer.activation, torch.nn.functional.linear(z, weight, bias))
     mean = torch_loss(loss, z, torch.tensor(labels))
     mean.backward()
     assert total / ROWS == pytest.approx(mean.item(), rel=1e-5)
@@ -119,7 +129,7 @@ def torch_filters(
         windows = x.unfold(2, spec.kernels[0], spec.strides[0])
         windows = windows.unfold(3, spec.kernels[1], spec.strides[1])
         z = torch.einsum("ncrqij,rqmijc->nmrq", windows, weight) + bias.permute(2, 0, 1)
-    return FUNCTIONS[spec.activation](z)
+    return torch_activation(spec.activation, z)
 
 
 @pytest.mark.parametrize("family", [Conv2dSpec, Local2dSpec], ids=lambda family: family.type)
