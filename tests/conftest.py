@@ -13,14 +13,15 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CLUSTER = Path(__file__).parent / "cluster"
-ALONE = "alone"
+TOGETHER, QUIET, ALONE = KINDS = ("together", "quiet", "alone")  # of tests, the later the later
+FOUND = "kinds"  # a file: those of tests that are not together
 COUNTED = "counted"
 N_WORKERS = 2
 GRACE_S = 3.0  # threads and children may be on their way out when a test returns
@@ -154,34 +155,40 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 class Turns:
-    """Any number of tests at a time, or one that is alone: a lock that all workers have.
+    """Any number of tests of a kind at a time, or one that is alone: locks that all workers have.
 
-    Everybody comes through a turnstile, and who waits there to be alone lets nobody else pass: no
-    stream of others keeps it from its turn. The kernel gives back what a dead worker had.
+    Everybody comes through a turnstile, and who waits there for those of another kind lets nobody
+    else pass: no stream of them keeps it from its turn. The kernel gives back what a dead worker
+    had.
     """
 
     def __init__(self, directory: str) -> None:
-        self._turnstile, self._place = (
+        self._turnstile, *places = (
             os.open(f"{directory}/{name}", os.O_RDWR | os.O_CREAT, 0o600)
-            for name in ("turnstile", "place")
+            for name in ("turnstile", *KINDS)
         )
+        self._places = dict(zip(KINDS, places, strict=True))
 
-    def take(self, *, alone: bool) -> None:
+    def take(self, kind: str) -> None:
         """Waits for a turn; one that is had already is given back first."""
         self.give()
         fcntl.flock(self._turnstile, fcntl.LOCK_EX)
         try:
-            fcntl.flock(self._place, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            for place in (place for other, place in self._places.items() if other != kind):
+                fcntl.flock(place, fcntl.LOCK_EX)  # all who share it are gone
+                fcntl.flock(place, fcntl.LOCK_UN)
+            fcntl.flock(self._places[kind], fcntl.LOCK_EX if kind == ALONE else fcntl.LOCK_SH)
         finally:
             fcntl.flock(self._turnstile, fcntl.LOCK_UN)
 
     def give(self) -> None:
         # Said, and not left to close(2): a test may have forked.
-        fcntl.flock(self._place, fcntl.LOCK_UN)
+        for place in self._places.values():
+            fcntl.flock(place, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        os.close(self._turnstile)
-        os.close(self._place)
+        for descriptor in (self._turnstile, *self._places.values()):
+            os.close(descriptor)
 
 
 TURNS = pytest.StashKey[Turns]()
@@ -232,16 +239,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
-        _alone: frozenset[str] = frozenset()
+        _kinds: Mapping[str, str] = {}
 
         def schedule(self) -> None:
             # Only workers collect: what they found lies beside their locks.
-            text = Path(config.stash[DIRECTORY], ALONE).read_text(encoding="utf-8")
-            self._alone = frozenset(json.loads(text))
+            text = Path(config.stash[DIRECTORY], FOUND).read_text(encoding="utf-8")
+            self._kinds = json.loads(text)
             super().schedule()
 
         def _split_scope(self, nodeid: str) -> str:
-            return ALONE if nodeid in self._alone else nodeid.partition("::")[0]
+            kind = self._kinds.get(nodeid, TOGETHER)
+            return kind if kind == ALONE else f"{kind} {nodeid.partition('::')[0]}"
 
     return Scheduling(config, log)
 
@@ -253,21 +261,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.is_relative_to(CLUSTER):
             # Real processes against the clock, on a machine that others load: one more try, shown.
             item.add_marker(pytest.mark.flaky(reruns=1))
-    items.sort(key=lambda item: (is_alone(item), not item.path.is_relative_to(CLUSTER)))
-    found = Path(config.stash[DIRECTORY], f"{ALONE}-{os.getpid()}")
-    found.write_text(json.dumps([item.nodeid for item in items if is_alone(item)]))
-    found.replace(found.with_name(ALONE))  # each worker writes the same
+    items.sort(key=lambda item: (KINDS.index(kind(item)), not item.path.is_relative_to(CLUSTER)))
+    found = Path(config.stash[DIRECTORY], f"{FOUND}-{os.getpid()}")
+    found.write_text(json.dumps({i.nodeid: kind(i) for i in items if kind(i) != TOGETHER}))
+    found.replace(found.with_name(FOUND))  # each worker writes the same
 
 
-def is_alone(item: pytest.Item) -> bool:
-    return item.get_closest_marker(ALONE) is not None
+def kind(item: pytest.Item) -> str:
+    """What may run beside it: the closest of the markers alone and quiet, or anything."""
+    return next((mark.name for mark in item.iter_markers() if mark.name in KINDS), TOGETHER)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Around all of a test and its fixtures, and around its time limit: waiting is not its time."""
     turns = item.config.stash[TURNS]
-    turns.take(alone=is_alone(item))
+    turns.take(kind(item))
     try:
         return (yield)
     finally:
@@ -291,7 +300,7 @@ def limit_again(item: pytest.Item) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A second try is alone: what fails then is no neighbour's doing."""
     if getattr(item, "execution_count", 1) > 1:
-        item.config.stash[TURNS].take(alone=True)
+        item.config.stash[TURNS].take(ALONE)
         limit_again(item)
 
 

@@ -151,7 +151,7 @@ def test_finish_and_the_parents_end_end_the_loop(children: Children, link: Queue
     assert make_agent(link, children).serve().startswith("standard input ended")
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_the_end_takes_those_that_do_not_heed_their_input(
     children: Children, link: QueueLink
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Census, Turns
+from tests.conftest import ALONE, KINDS, QUIET, TOGETHER, Census, Turns
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,7 +83,7 @@ TAKER = """import sys
 from tests.conftest import Turns
 turns = Turns(sys.argv[1])
 print("waits", flush=True)
-turns.take(alone=sys.argv[2] == "alone")
+turns.take(sys.argv[2])
 print("has it", flush=True)
 sys.stdin.readline()
 turns.give()
@@ -141,12 +141,12 @@ def until(condition: Callable[[], bool]) -> None:
 def test_who_wants_to_be_alone_waits_for_all_and_all_that_come_later_wait_for_it(
     taker: Callable[[str], Taker],
 ) -> None:
-    first, second = taker("beside others"), taker("beside others")
+    first, second = taker(TOGETHER), taker(TOGETHER)
     first.hears("has it")
     second.hears("has it")
-    alone = taker("alone")
+    alone = taker(ALONE)
     until(alone.waits)
-    late = taker("beside others")
+    late = taker(TOGETHER)
     until(late.waits)
     first.give()
     first.hears("gave it back")
@@ -158,10 +158,27 @@ def test_who_wants_to_be_alone_waits_for_all_and_all_that_come_later_wait_for_it
     late.hears("has it")
 
 
+def test_those_that_mostly_wait_wait_for_others_and_not_for_each_other(
+    taker: Callable[[str], Taker],
+) -> None:
+    first = taker(TOGETHER)
+    first.hears("has it")
+    quiet = taker(QUIET)
+    until(quiet.waits)
+    first.give()
+    quiet.hears("has it")
+    taker(QUIET).hears("has it")
+    late = taker(TOGETHER)
+    until(late.waits)
+    quiet.give()
+    quiet.hears("gave it back")
+    until(late.waits)
+
+
 def test_a_turn_of_a_worker_that_died_is_free(taker: Callable[[str], Taker]) -> None:
-    dead = taker("alone")
+    dead = taker(ALONE)
     dead.hears("has it")
-    next_one = taker("alone")
+    next_one = taker(ALONE)
     until(next_one.waits)
     dead.process.kill()
     next_one.hears("has it")
@@ -169,13 +186,13 @@ def test_a_turn_of_a_worker_that_died_is_free(taker: Callable[[str], Taker]) -> 
 
 def test_a_turn_can_be_changed_for_one_alone(tmp_path: Path, taker: Callable[[str], Taker]) -> None:
     """Two that do so at the same time do not wait for each other."""
-    turns, other = Turns(str(tmp_path)), taker("beside others")
+    turns, other = Turns(str(tmp_path)), taker(TOGETHER)
     try:
-        turns.take(alone=False)
+        turns.take(TOGETHER)
         other.hears("has it")
         other.give()
-        turns.take(alone=True)
-        late = taker("beside others")
+        turns.take(ALONE)
+        late = taker(TOGETHER)
         until(late.waits)
         turns.give()
         late.hears("has it")
@@ -186,15 +203,28 @@ def test_a_turn_can_be_changed_for_one_alone(tmp_path: Path, taker: Callable[[st
 @pytest.mark.alone
 def test_one_that_is_alone_has_its_turn_to_itself(turns_directory: Path) -> None:
     """The marker reaches the lock: nobody else could take it now."""
-    with open(turns_directory / "place") as file, pytest.raises(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert held(turns_directory) == {ALONE: fcntl.LOCK_EX}
 
 
 def test_others_share_theirs(turns_directory: Path) -> None:
-    with open(turns_directory / "place") as file:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        with open(turns_directory / "place") as other, pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert held(turns_directory) == {TOGETHER: fcntl.LOCK_SH}
+
+
+@pytest.mark.quiet
+def test_those_that_mostly_wait_share_another(turns_directory: Path) -> None:
+    assert held(turns_directory) == {QUIET: fcntl.LOCK_SH}
+
+
+def held(directory: Path) -> dict[str, int]:
+    """The locks that somebody has, by kind: shared, or by one."""
+    found = {}
+    for kind in KINDS:
+        for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+            with open(directory / kind) as file, contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+                break
+            found[kind] = fcntl.LOCK_SH if how == fcntl.LOCK_EX else fcntl.LOCK_EX
+    return found
 
 
 def test_ctrl_c_reaches_what_a_test_starts() -> None:
@@ -208,7 +238,7 @@ SUITE = """import fcntl
 import pytest
 
 def shared(directory):
-    with open(directory / "place") as file:
+    with open(directory / "alone") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -322,7 +352,7 @@ tests.conftest.GRACE_S = 0.1
 @pytest.mark.timeout(1)
 def test_waits_for_its_second_turn(request, turns_directory):
     if request.node.execution_count == 1:
-        neighbour = open(turns_directory / "place")
+        neighbour = open(turns_directory / "together")
         fcntl.flock(neighbour, fcntl.LOCK_SH)
         threading.Timer(2.0, neighbour.close).start()
         pytest.fail("on purpose")

@@ -246,7 +246,7 @@ READY = (
 )
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_all_come_up_at_once(fake: Fake) -> None:
     fake.says(f"sleep 0.5; {READY}; cat >/dev/null")
     launcher = fake.launcher(6)
@@ -304,7 +304,7 @@ def test_waiting_has_an_end(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None
     assert time.monotonic() - begin < 5.0
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_hosts_that_are_slow_to_end_hold_up_no_other(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

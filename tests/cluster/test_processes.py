@@ -268,7 +268,7 @@ def test_a_gentle_kill_within_its_bounds(cluster: Cluster, step_s: int) -> None:
         assert "standard input ended" in exited.log_tail
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_without_a_controller_everything_ends_by_the_lease(short: Cluster) -> None:
     pids = [short.start(node) for node in ("worker-0.0", "worker-1.0")]
     short.join("worker-0.0")
@@ -283,7 +283,7 @@ def test_without_a_controller_everything_ends_by_the_lease(short: Cluster) -> No
     assert not Path(short.runtime).exists()
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_nodes_of_a_stopped_agent_end_by_their_lease(short: Cluster) -> None:
     pids = [short.start(node) for node in ("worker-0.0", "worker-1.0")]
     short.join("worker-0.0")

@@ -95,7 +95,7 @@ def test_a_blocking_replica_over_hosts_has_the_bits_of_the_file_by_path(
     assert_only_data_is_left(hosts)
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_no_lease_runs_out_behind_data_on_a_slow_line(hosts: Hosts, tmp_path: Path) -> None:
     """8 Mbit/s to each host, a lease of 2 s, 8 MB: it takes as long as the line needs."""
     there = cluster(hosts, a=2, b=2)

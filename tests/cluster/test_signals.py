@@ -137,7 +137,7 @@ def test_ctrl_c_while_libraries_load(tmp_path: Path, library: str) -> None:
         assert "Traceback" not in run.err
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     """The first waits for a gradient that takes 20 s; the second does not."""
     experiment = digits(stop=ENDLESS)

@@ -18,7 +18,7 @@ from tests.cluster.netns import WORKDIR, Hosts
 from tests.cluster.runs import ENDLESS, TrainRun, digits, wait_for
 from tests.cluster.test_ssh_runs import dbctl
 
-pytestmark = [pytest.mark.alone, pytest.mark.cluster, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.quiet, pytest.mark.cluster, pytest.mark.timeout(90)]
 
 RATE = "100mbit"
 LINE_BYTES = 12.5e6  # a second

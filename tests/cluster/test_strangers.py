@@ -160,7 +160,7 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.alone
+@pytest.mark.quiet
 def test_strangers_read_nothing_write_nothing_and_stop_nobody(hosts: Hosts, tmp_path: Path) -> None:
     """Blocking, one replica: the bits at the end are those of a run that nobody disturbed.
 
