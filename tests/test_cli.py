@@ -105,7 +105,7 @@ def test_help_imports_nothing_heavy(option: str) -> None:
     """design.md, section 6: `dbctl --help` imports neither numpy nor zmq."""
     modules = modules_after(option)
     assert "click" in modules
-    heavy = {"numpy", "zmq", "pydantic", "yaml", "msgspec", "tqdm", "numba", "dbctl.cli.check"}
+    heavy = {"numpy", "zmq", "yaml", "msgspec", "tqdm", "numba", "dbctl.cli.check"}
     assert not modules & heavy
 
 

@@ -3,8 +3,7 @@
 Rules of this file: every problem of a file is found in one reading and raised in one
 ExperimentError, each with file:line:column and dotted key. The structure (keys, tags, lists,
 short forms) is walked here by the annotations of the specs, so that an error speaks of the one
-class that was meant; a single value is judged by pydantic, strictly, as JSON: in JSON `1` may stand
-for a float and neither `true` nor `"0.1"` for a number. pydantic and yaml are imported inside.
+class that was meant; a single value is judged by itself (leaf.py). yaml is imported inside.
 
     text -> tree (YAML 1.2, places) -> hosts file, --set -> walk by the specs -> checks between keys
 
@@ -13,16 +12,15 @@ Short forms: `evaluate: off`, and every `every` as text (`30 s`, `1 epoch`, `off
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from math import isfinite
 from typing import Annotated, Any, get_args, get_origin
 
 from dbctl.errors import ExperimentError, Problem
 from dbctl.experiment.checks import faults
 from dbctl.experiment.hosts import CLUSTER, HOSTS, Inclusion, read_hosts
+from dbctl.experiment.leaf import judge
 from dbctl.experiment.overrides import apply_overrides
 from dbctl.experiment.shape import (
     Shape,
@@ -144,28 +142,6 @@ class _Failed:
 _FAILED = _Failed()
 
 
-@lru_cache(maxsize=256)
-def _adapter(annotation: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(annotation)
-
-
-def _judge(annotation: Any, data: Any) -> tuple[Any, list[int]]:
-    """The value that pydantic makes of JSON `data`; else _FAILED and the indices at fault."""
-    from pydantic import ValidationError
-
-    try:
-        value = _adapter(annotation).validate_json(json.dumps(data), strict=True)
-        # A Literal compares by ==, and True == 1.0 == 1.
-        same = type(value) is type(data) or type(value) not in (bool, int)
-        return (value if same else _FAILED), []
-    except ValidationError as error:
-        n_items = len(data) if isinstance(data, list) else 0
-        indices = {part for one in error.errors() for part in one["loc"] if type(part) is int}
-        return _FAILED, sorted(index for index in indices if index < n_items)
-
-
 def _plain(tree: Tree) -> Any:
     """`tree` as JSON data, or _FAILED: a mapping, or a number that JSON or a run cannot hold."""
     if isinstance(tree, Listing):
@@ -181,14 +157,22 @@ def _plain(tree: Tree) -> Any:
     return value
 
 
-def _item(annotation: Any, index: int) -> Any:
-    """What item `index` of the tuple in `annotation` may be."""
+def _judge(annotation: Any, data: Any) -> Any:
+    try:
+        return judge(annotation, data)
+    except ValueError:
+        return _FAILED
+
+
+def _items_of(annotation: Any, count: int) -> tuple[Any, ...]:
+    """What each item of a tuple of `count` may be; nothing where none of that length may stand."""
     for member in alternatives(annotation):
         inner, _ = unwrap(member)
         if get_origin(inner) is tuple:
             args = get_args(inner)
-            return args[0] if args[-1] is Ellipsis else args[index]
-    raise AssertionError(f"no tuple in {annotation}")
+            items = args[:1] * count if args[-1] is Ellipsis else args
+            return items if len(items) == count else ()
+    return ()
 
 
 def _is_null(tree: Tree) -> bool:
@@ -338,7 +322,7 @@ class _Reader:
         ]
         # The length alone, against the limits of the whole list.
         lengths: Any = Annotated[(tuple[Any, ...], *shape.metadata, None)]
-        if _judge(lengths, [None] * len(values))[0] is _FAILED:
+        if _judge(lengths, [None] * len(values)) is _FAILED:
             return self._wrong(tree, annotation, path)
         return _FAILED if any(v is _FAILED for v in values) else tuple(values)
 
@@ -346,17 +330,18 @@ class _Reader:
         shape = shape_of(annotation)
         leaf = type(None) if shape.leaf is None else shape.leaf
         data = _plain(tree)
-        if data is _FAILED:
+        if data is _FAILED or tree.place in self.told:
             return self._wrong(tree, annotation, path)
-        value, at = _judge(leaf | None if shape.optional else leaf, data)
+        value = _judge(leaf | None if shape.optional else leaf, data)
         if value is not _FAILED:
             return self._file_name(value, tree, annotation, path=path)
-        if isinstance(tree, Listing):
-            for index in at:
-                self._wrong(tree.items[index], _item(leaf, index), (*path, str(index)))
-            if at:
-                return _FAILED
-        return self._wrong(tree, annotation, path)
+        if not isinstance(tree, Listing):
+            return self._wrong(tree, annotation, path)
+        items = _items_of(leaf, len(data))
+        at = [i for i, item in enumerate(items) if _judge(item, data[i]) is _FAILED]
+        for index in at:
+            self._wrong(tree.items[index], items[index], (*path, str(index)))
+        return _FAILED if at else self._wrong(tree, annotation, path)
 
     def _file_name(self, value: Any, tree: Tree, annotation: Any, *, path: Path) -> Any:
         """The absolute name where `value` names a file, else `value`.

@@ -1,6 +1,6 @@
 """An experiment as text that says everything: JSON for nodes, YAML for the run directory.
 
-Rules of this file: neither pydantic nor yaml at import, since nodes read the JSON. Both texts are
+Rules of this file: no yaml at import, since nodes read the JSON. Both texts are
 complete (every default written) and canonical (equal experiments give equal text), and both read
 back to an equal experiment:
 

@@ -1,7 +1,7 @@
 """The JSON Schema of an experiment file, for editors.
 
 Rules of this file: made from the annotations that `read` walks, so that it cannot drift from them;
-pydantic writes the leaves. It accepts the short forms. What one key says against another
+leaf.py writes the leaves. It accepts the short forms. What one key says against another
 (checks.py) is beyond it: an editor helps, `dbctl validate` decides.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from annotated_types import MaxLen, MinLen
 
+from dbctl.experiment.leaf import json_schemas
 from dbctl.experiment.meanings import meaning
 from dbctl.experiment.shape import fields_of, shape_of, spec_by_tag, tag_of
 from dbctl.experiment.specs import EVERY_PATTERN, EvaluateSpec, Every, Experiment
@@ -52,8 +53,6 @@ def _spec(spec: type) -> dict[str, Any]:
 
 
 def _annotation(annotation: Any) -> dict[str, Any]:
-    from pydantic import TypeAdapter
-
     shape = shape_of(annotation)
     options: list[dict[str, Any]] = []
     if Every in shape.specs:
@@ -73,7 +72,7 @@ def _annotation(annotation: Any) -> dict[str, Any]:
             if isinstance(limit, MaxLen):
                 options[-1]["maxItems"] = limit.max_length
     if shape.leaf is not None:
-        options.append(TypeAdapter(shape.leaf).json_schema())
+        options += json_schemas(shape.leaf)
     if shape.optional:
         options.append({"type": "null"})
     return _any_of(options)

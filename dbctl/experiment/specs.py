@@ -4,7 +4,7 @@ Rules of this file: a spec is a frozen keyword-only dataclass; a limit is an `an
 constraint in the annotation; a class that is one of several carries a tag (`type`, `source` or
 `launcher`: a `Literal` of one value with that value as default), and the file must give it. Specs
 of layers live in model/, of rules in optim/, the rest here. What fields cannot say alone (one key
-against another) is in checks.py. No yaml, no pydantic: nodes import this module.
+against another) is in checks.py. No yaml: nodes import this module.
 
 The annotations are the single source: read.py reads a file by them, schema.py writes the JSON
 Schema from them, resolve.py rebuilds an experiment by them, and words.py says them in English.

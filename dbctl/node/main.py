@@ -1,7 +1,7 @@
 """`python -m dbctl node NAME`: one process of a run, from its first line of input to its end.
 
 Rules of this file: nothing heavy is imported before the spec is read, but by a template for all its
-forks, and never click, pydantic or yaml; the environment (threads of BLAS) is already right, the
+forks, and never click or yaml; the environment (threads of BLAS) is already right, the
 agent set it.
 
 Theory of operation. Standard input carries one line, the NodeSpec as JSON, and then stays open: its
