@@ -19,7 +19,7 @@ from dbctl.run.nodes import (
     why_orphaned,
 )
 from dbctl.wire import Exited, Finish
-from dbctl.wire_processes import Beat, Kill, Peers, Ready, Start
+from dbctl.wire_processes import Beat, Kill, Peers, Ready, Start, Started
 
 AGENT = "agent-0"
 LEASE_S = 10.0
@@ -192,6 +192,23 @@ def test_nobody_is_silent_while_nobody_reads() -> None:
     nodes.excuse(late + 2 * LEASE_S)
     assert nodes.unanswered(late + 3 * LEASE_S - 0.1) is None, "the agent's answer may wait unread"
     assert nodes.unanswered(late + 3 * LEASE_S + 0.1) is not None
+
+
+def test_an_agent_that_starts_nothing_for_a_lease_is_told() -> None:
+    """It was stopped: one that is slow says of each node that it is started, and goes on."""
+    nodes = pair()
+    nodes.start(0.0)
+    assert nodes.unanswered(LEASE_S - 0.1) is None
+    nodes.receive(LEASE_S - 0.1, "worker-0.0", Started("worker-0.0", 1, 7))
+    assert nodes.unanswered(LEASE_S + 0.1) is None
+    error = nodes.unanswered(2 * LEASE_S)
+    assert error is not None
+    assert "told to start worker-0.1 10 s ago" in str(error)
+    nodes.excuse(2 * LEASE_S)
+    assert nodes.unanswered(3 * LEASE_S - 0.1) is None, "its answer may wait unread"
+    for name in ("worker-0.1", "worker-1.0"):
+        nodes.receive(2 * LEASE_S, name, Started(name, 1, 7))
+    assert nodes.unanswered(9 * LEASE_S) is None, "the nodes are loading"
 
 
 def test_the_first_beat_of_many_may_be_late() -> None:

@@ -20,7 +20,7 @@ from dbctl.errors import LaunchError
 from dbctl.keys import KeyRow
 from dbctl.process import EXIT_ORPHANED, how_ended, tail
 from dbctl.wire import Exited, Finish, Message
-from dbctl.wire_processes import Beat, Kill, Peers, Ready, Start
+from dbctl.wire_processes import Beat, Kill, Peers, Ready, Start, Started
 
 REPEAT_S = 1.0
 START_LIMIT_S = 60.0
@@ -45,6 +45,7 @@ class Node:
     pid: int = 0
     beat_at: float = 0.0
     has_beaten: bool = False
+    started: bool = False
     steps: int = 0
     rss_bytes: int = 0
     exited: Exited | None = None
@@ -61,6 +62,7 @@ class Nodes:
     def __init__(self, nodes: Mapping[str, Node], *, lease_s: float) -> None:
         self.nodes = dict(nodes)
         self._lease_s = lease_s
+        self._heard_at: dict[str, float] = {}  # what became of an order, from each agent
 
     def start(self, now: float) -> Sends:
         """Orders for all that are needed; the rest follow when those are ready."""
@@ -78,11 +80,14 @@ class Nodes:
         return all(node.endpoint for node in self.nodes.values() if node.needed)
 
     def receive(self, now: float, name: str, message: Message) -> Sends:
-        """Ready, Beat, Exited of a node; what to send in answer."""
+        """Ready, Beat, Exited of a node, or that it is Started; what to send in answer."""
         node = self.nodes.get(name)
         if node is None:
             return []
+        node.started = True  # whoever says something of it
         match message:
+            case Started():
+                self._heard_at[node.agent] = now
             case Ready(endpoint, pid, tcp_endpoint):
                 node.endpoint, node.pid, node.beat_at = endpoint, pid, now
                 node.tcp_endpoint = tcp_endpoint
@@ -93,6 +98,7 @@ class Nodes:
                 node.steps, node.rss_bytes = message.steps, message.rss_bytes
             case Exited():
                 node.exited = message
+                self._heard_at[node.agent] = now
                 if node.killed_at is not None and not message.word:
                     word = f"nothing was heard of it for {self._lease_s:g} s"
                     if node.ended_with:
@@ -166,7 +172,7 @@ class Nodes:
     def excuse(self, now: float) -> None:
         """Nobody has read for a while what nodes and agents say: their silence counts from now."""
         for node in self.nodes.values():
-            node.beat_at = now
+            node.beat_at = self._heard_at[node.agent] = now
             if node.killed_at is not None:
                 node.killed_at = now
 
@@ -185,13 +191,16 @@ class Nodes:
                     )
 
     def unanswered(self, now: float) -> LaunchError | None:
-        """The agent that has not ended a node for a lease: it is stopped, or cut off."""
+        """The agent that has not started, or not ended, a node for a lease: stopped, or cut off."""
         for name, node in self.nodes.items():
-            if node.alive and node.killed_at is not None:
-                waited_s = now - node.killed_at
-                if waited_s > self._lease_s:
-                    what = f"does not answer: it was told to end {name} {waited_s:.0f} s ago"
-                    return LaunchError(node.agent, what, host=node.host)
+            if not node.alive or node.ordered_at is None:
+                continue
+            what, since = "end", node.killed_at
+            if not node.started:
+                what, since = "start", max(node.first_ordered_at, self._heard_at.get(node.agent, 0))
+            if since is not None and now - since > self._lease_s:
+                what = f"does not answer: it was told to {what} {name} {now - since:.0f} s ago"
+                return LaunchError(node.agent, what, host=node.host)
         return None
 
     def heard_of(self, name: str) -> bool:

@@ -119,8 +119,8 @@ class Processes:
         match message:
             case Ready() | Beat():
                 self.send(self.nodes.receive(now, peer.node, message))
-            case Started():
-                pass
+            case Started(node):
+                self.send(self.nodes.receive(now, node, message))
             case LogText():
                 self._file(peer, message)
             case _:
