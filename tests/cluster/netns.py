@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import wait_until
-from tests.cluster.sshd import ROOT, SSHD
+from tests.cluster.sshd import CHEAP, ROOT, SSHD
 
 NETWORK = "10.66.0"
 WORKDIR = "/tmp/work"
@@ -35,10 +35,10 @@ mkdir -p /run/sshd
 mkdir -p {workdir}
 exec {sshd} -D -e -f {config}
 """
-SSHD_CONFIG = """
-ListenAddress {address}:22
-HostKey {directory}/host
-AuthorizedKeysFile {directory}/user.pub
+SSHD_CONFIG = f"""{CHEAP}
+ListenAddress {{address}}:22
+HostKey {{directory}}/host
+AuthorizedKeysFile {{directory}}/user.pub
 PidFile none
 StrictModes no
 UsePAM no

@@ -1,7 +1,9 @@
 """A real sshd on loopback, started by a test: its own keys, ports and settings, in a directory.
 
 It listens on several ports, each with its own temper (`PORTS`). The user's ~/.ssh plays no
-part: a wrapper named `ssh`, first in PATH, gives the system's ssh a configuration of the test.
+part: a wrapper named `ssh`, first in PATH, gives the system's ssh a configuration of the test. Nor
+does its ~/.bashrc, which bash reads below an sshd; and keys are agreed on in the cheapest way that
+ssh has: hundreds of connections wait for that, and dbctl sees nothing of it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ from tests.cluster.harness import wait_until
 ROOT = Path(__file__).parent.parent.parent
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 PORTS = ("plain", "noisy", "failing", "password", "narrow")
+CHEAP = """
+KexAlgorithms curve25519-sha256
+SetEnv SHLVL=1
+"""  # of an sshd's settings; a bash that is not the first reads no ~/.bashrc
 
 NOISE = """#!/bin/sh
 # What a login file may print, before the command that was asked for
@@ -150,6 +156,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PermitRootLogin yes
 MaxStartups 2:100:4
+{CHEAP}
 Match LocalPort {self.ports["noisy"]}
     ForceCommand {self._path("noise")}
 Match LocalPort {self.ports["failing"]}
