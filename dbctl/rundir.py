@@ -25,6 +25,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -83,9 +84,14 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunDir:
-    """One run directory, made by `create` or `open_`; a context manager that frees its lock."""
+    """One run directory, made by `create` or `open_`; a context manager that frees its lock.
 
-    def __init__(self, path: Path) -> None:
+    Of one that `create` made and an exception leaves before it is a run nothing stays but an empty
+    directory that was there before: the next try is not refused for it.
+    """
+
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+        self._is_new = is_new
         self.path = path
         self.experiment = path / "experiment.yaml"
         self.resolved = path / "resolved.yaml"
@@ -98,8 +104,19 @@ class RunDir:
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._is_new and not (self.path / _RUN).exists():
+            self._remove()
         self.close()
+
+    def _remove(self) -> None:
+        """All of it is this process's, which has the lock since it was empty."""
+        for entry in self.path.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    entry.unlink()
 
     def lock(self) -> None:
         """Takes the run for this controller; UsageError names the one that has it."""
@@ -185,11 +202,12 @@ def create(
     """
     try:
         found = _new_directory(root, name, now) if path is None else _given_directory(Path(path))
-        run_dir = RunDir(found)
+        run_dir = RunDir(found, is_new=True)
         with contextlib.ExitStack() as undo:
             undo.callback(run_dir.close)
             run_dir.lock()
             _check_free(found, locked=True)
+            undo.push(run_dir.__exit__)
             run_dir.logs.mkdir()
             run_dir.checkpoints.mkdir()
             undo.pop_all()

@@ -18,7 +18,7 @@ import pytest
 from dbctl import __version__, rundir
 from dbctl.errors import RunError, UsageError
 from dbctl.metrics import read_metrics
-from dbctl.rundir import RunInfo, check_new, create, open_
+from dbctl.rundir import RunDir, RunInfo, check_new, create, open_
 
 NOON = datetime(2026, 1, 31, 12, 0, 5)
 
@@ -136,6 +136,46 @@ def test_a_directory_that_holds_a_run_or_anything_else_is_refused(tmp_path: Path
         create(tmp_path / "home" / "thesis.tex" / "below", "x")
     with pytest.raises(UsageError, match="cannot make a run directory: file name too long"):
         create(tmp_path / ("x" * 300), "x")
+
+
+def failing(run_dir: RunDir, *, with_info: bool = False) -> None:
+    """What its `with` ends by; DIRECTORY/run.json is written, or a few other files."""
+    with run_dir:
+        if with_info:
+            run_dir.write_info(info())
+        else:
+            run_dir.write_experiment(b"x")
+            (run_dir.logs / "shard-0.log").write_text("x")
+        raise RunError("the disk is full")
+
+
+def test_what_never_became_a_run_does_not_stand_in_the_way_of_the_next_try(tmp_path: Path) -> None:
+    """A full disk, or Ctrl-C, before run.json is written."""
+    with pytest.raises(RunError):
+        failing(create(tmp_path / "r", "x"))
+    assert os.listdir(tmp_path / "r") == []
+    with pytest.raises(RunError):
+        failing(create(tmp_path / "r", "x"), with_info=True)
+    before = sorted(os.listdir(tmp_path / "r"))
+    assert "run.json" in before
+    with pytest.raises(RunError):
+        failing(open_(tmp_path / "r"), with_info=True)
+    assert sorted(os.listdir(tmp_path / "r")) == before
+
+
+def test_a_disk_that_is_full_at_once_leaves_an_empty_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def full(path: Path, *words: Any, **named: Any) -> None:
+        if path.name == "checkpoints":
+            raise OSError(errno.ENOSPC, "no space left on device", str(path))
+        mkdir(path, *words, **named)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    assert "no space left on device" in told(create, tmp_path / "r")
+    assert os.listdir(tmp_path / "r") == []
 
 
 @pytest.fixture
