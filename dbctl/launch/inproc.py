@@ -155,10 +155,10 @@ class Network:
     def _schedule_step(self, node: _Node) -> None:
         if node.finished or self._nodes.get(node.peer.node) is not node:
             return
-        due = node.role.due
-        if due == NEVER:
-            return
-        time = max(self.now, due, node.free_at, node.paused_until)
+        earliest = max(self.now, node.free_at, node.paused_until)
+        if earliest >= node.wake_at:
+            return  # it wakes by then, whatever its role says: asking takes longer
+        time = max(earliest, node.role.due)
         if time < node.wake_at:
             node.wake_at = time
             self._at(time, lambda: self._step(node, time))
@@ -204,22 +204,22 @@ class Network:
             self._watch(self.now, node.peer, to, message)
         payload = getattr(message, "payload", None)
         array: Array | None = payload.array if isinstance(payload, View) else payload
+        bare = without_payload(message)
         if array is None:
-            self._carry(node, to, message, payload=None)
+            self._carry(node, to, bare, payload=None)
         elif self._random.random() < self.faults.in_pieces:
             node.serial += 1
             for piece, of, data in cut(array, self.faults.piece_bytes):
                 inline = Inline(node.serial, piece, of, len(array), array.dtype.str)
-                self._carry(node, to, message, payload=(inline, bytes(data)))
+                self._carry(node, to, bare, payload=(inline, bytes(data)))
         else:
             shared = array.view()
             shared.flags.writeable = False
-            self._carry(node, to, message, payload=shared)
+            self._carry(node, to, bare, payload=shared)
 
-    def _carry(self, node: _Node, to: str, message: Message, *, payload: Any) -> None:
+    def _carry(self, node: _Node, to: str, bare: Any, *, payload: Any) -> None:
         """One message or piece on its way: lost, once, or twice."""
         inline = payload[0] if isinstance(payload, tuple) else None
-        bare: Any = without_payload(message)
         frame = encode(Envelope(PROTOCOL_VERSION, "run", *node.peer, to, bare, inline))
         kind = "piece" if inline is not None else "message"
         if self._random.random() < self.faults.drop:

@@ -27,6 +27,8 @@ from dbctl.roles.rounds import Phase, Rounds, WorkerStart
 from dbctl.roles.verdict import judge
 from dbctl.wire import BEGINNING, Grant, Halt, Message, Peer, Position
 
+_IN_USE = (Phase.COMPUTE, Phase.COMPUTED)  # the parameters are, by the step in hand
+
 
 @dataclass(frozen=True, kw_only=True)
 class DownpourStart(WorkerStart):
@@ -111,8 +113,7 @@ class Downpour:
 
     def _holding(self) -> bool:
         """An answer can be copied. Not while its parameters are in use by the step in hand."""
-        in_use = self._rounds.phase in (Phase.COMPUTE, Phase.COMPUTED)
-        return self.local.holding and not in_use
+        return self.local.holding and self._rounds.phase not in _IN_USE
 
     def _step_bound(self) -> int:
         """Partitions of a cut replica halt at a step that some may not have been granted yet."""

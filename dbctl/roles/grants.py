@@ -85,6 +85,8 @@ class Grants:
         replica.done = replica.until = max(step, replica.begin.step)
 
     def in_warmstart(self) -> bool:
+        if not self._warmstart:
+            return False
         return self.done() < self._warmstart and self._runs(self._replicas[self._first()])
 
     def grant(self, number: int, now: float) -> tuple[int, bool]:
@@ -108,22 +110,24 @@ class Grants:
     def _bound(self, number: int) -> tuple[int, bool]:
         """The highest step that may be granted now; and whether it will never be higher."""
         replica = self._replicas[number]
-        bounds = [self._epoch_bound(replica)]
-        pool = None
+        highest, final = self._epoch_bound(replica)
+        bounds = [(highest, not final)]  # (step, may be higher later): of equal ones the final one
         if self._steps is not None:
-            pool = self._steps - sum(r.until for r in self._replicas.values())
-            n_live = max(1, sum(r.live for r in self._replicas.values()))
-            share = pool if n_live == 1 else max(1, pool // (2 * n_live))
-            bounds.append((replica.until + min(pool, share), pool <= share))
+            pool, n_live = self._steps, 0
+            for other in self._replicas.values():
+                pool -= other.until
+                n_live += other.live
+            share = pool if n_live <= 1 else max(1, pool // (2 * n_live))
+            bounds.append((replica.until + min(pool, share), pool > share))
         if self.in_warmstart():
             left = self._warmstart - self.done() if number == self._first() else 0
-            bounds.append((replica.done + left, False))
+            bounds.append((replica.done + left, True))
         elif self._max_lead is not None:
             leads = [r.done - r.released for r in self._replicas.values() if self._runs(r)]
             least = min(leads, default=replica.done - replica.released)
-            bounds.append((replica.released + least + self._max_lead, False))
-        bound = min(value for value, _ in bounds)
-        return bound, any(final for value, final in bounds if value == bound)
+            bounds.append((replica.released + least + self._max_lead, True))
+        bound, grows = min(bounds)
+        return bound, not grows
 
     def _epoch_bound(self, replica: _Replica) -> tuple[int, bool]:
         if replica.steps_per_epoch == 0:

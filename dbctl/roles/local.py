@@ -67,7 +67,11 @@ class LocalCopy:
 
     @property
     def due(self) -> float:
-        return min((channel.due for channel in self._channels), default=NEVER)
+        # As Channel.due, asked for around each message: no generator, nor in `holding`.
+        due = NEVER
+        for channel in self._channels:
+            due = min(due, channel.due)
+        return due
 
     @property
     def joined(self) -> bool:
@@ -110,7 +114,10 @@ class LocalCopy:
     @property
     def holding(self) -> bool:
         """A hand-out lies here that can be copied."""
-        return any(channel.answer is not None for channel in self._channels)
+        for channel in self._channels:  # noqa: SIM110
+            if channel.answer is not None:
+                return True
+        return False
 
     def copy_answers(self, now: float) -> Effects:
         """Copies what has come and gives it back at once, whatever else is waited for.

@@ -12,15 +12,16 @@ from dbctl.wire import Report, ShardReport
 
 def worker_fields(worker: str, report: Report, *, figures: Figures) -> dict[str, object]:
     loss = report.epoch_loss if report.epoch_loss.rows else report.last_epoch_loss
+    replica = replica_of(worker)
     return {
         "node": worker,
-        "replica": replica_of(worker),
+        "replica": replica,
         "state": report.state,
         "step": report.position.step,
         "epoch": report.position.epoch,
         "index": report.position.index,
         "examples": report.examples,
-        "examples_per_second": figures.rate(replica_of(worker)),
+        "examples_per_second": figures.rate(replica),
         "loss": loss.sum / loss.rows if loss.rows else None,
         "compute_s": report.compute_s,
         "fetch_wait_s": report.fetch_wait_s,
