@@ -88,9 +88,9 @@ class Template:
     proven: bool = False
 
     def ask(self, question: Question) -> None:
-        """OSError: it has ended."""
-        theirs, question.stdin = os.pipe()
+        """OSError: it has ended, or no pipe can be made; `question` is asked all the same."""
         self.asked = question
+        theirs, question.stdin = os.pipe()
         try:
             files = (theirs, question.log_fd)
             socket.send_fds(self.line, [question.order.node.encode()], files)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,27 @@ def test_where_a_fork_fails_that_node_is_a_program(
         assert isinstance(answered(children), Started)
     assert [i for i, one in enumerate(seen) if one is None] == programs
     assert these.takes(node(PYTHONPATH=path)), "the template is asked on"
+
+
+def test_a_question_that_cannot_be_asked_is_answered(
+    children: Children, these: Forks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pipe can be made for the first: what waits behind it is told of too."""
+    names = ["shard-0", "shard-1"]
+    for name in names:
+        assert children.start(node(name)) is None
+    with monkeypatch.context() as no_descriptor:
+        no_descriptor.setattr("dbctl.forks.os.pipe", fail_with(errno.EMFILE))
+        found = children.forked(time.monotonic())
+    assert [answer.node for answer in found] == names
+    assert not children.waiting
+
+
+def fail_with(number: int) -> Callable[[], None]:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def test_one_that_is_killed_between_fork_and_answer_leaves_no_second_node(
