@@ -251,6 +251,22 @@ def test_a_run_whose_controller_is_gone_is_lost(run_dir: RunDir) -> None:
     assert line.startswith("figures of 35 s ago: its controller (process ")
 
 
+def test_a_run_that_ends_while_it_is_looked_at_is_not_lost(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_status = RunDir.read_status
+
+    def ends_behind_it(read: RunDir) -> dict[str, Any]:
+        found = read_status(read)
+        monkeypatch.setattr(RunInfo, "is_alive", lambda info: False)
+        return found
+
+    run_dir.write_status(STATUS)
+    monkeypatch.setattr(RunDir, "read_status", ends_behind_it)
+    seen = of_run(run_dir)
+    assert (seen.state, seen.is_over) == ("running", False)
+
+
 def grow_old(run_dir: RunDir, age_s: float) -> None:
     then = time.time() - age_s
     os.utime(run_dir.status, (then, then))

@@ -82,7 +82,11 @@ class RunSeen:
 
 def of_run(run_dir: RunDir) -> RunSeen:
     """RunError: a file of it is damaged."""
-    info, status = run_dir.read_info(), run_dir.read_status()
+    info = run_dir.read_info()
+    is_here = info.host == os.uname().nodename
+    # Only its own machine knows. Before the status is read: a controller writes how the run ended.
+    is_dead = is_here and not info.is_alive()
+    status = run_dir.read_status()
     if status.get("run") != info.run:
         status = {}  # it is of an earlier life
     try:
@@ -90,9 +94,7 @@ def of_run(run_dir: RunDir) -> RunSeen:
     except msgspec.ValidationError as error:
         raise RunError(f"{run_dir.status} is not as dbctl writes it: {error}") from None
     state = str(status.get("state", STARTING))
-    is_here = info.host == os.uname().nodename
-    # Only its own machine knows whether its controller lives.
-    if state in ("running", STARTING) and is_here and not info.is_alive():
+    if state in ("running", STARTING) and is_dead:
         state = LOST
     return RunSeen(
         run_dir=str(run_dir.path),
