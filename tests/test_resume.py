@@ -19,6 +19,7 @@ from dbctl.checkpoint.reader import Checkpoint, list_checkpoints, newest_good
 from dbctl.cli.main import main
 from dbctl.errors import (
     CheckpointError,
+    DataError,
     DbctlError,
     ExperimentError,
     LaunchError,
@@ -464,6 +465,19 @@ def test_the_data_were_changed(done: RunDir) -> None:
     changed(done, "rows: 200", "rows: 199")
     with pytest.raises(CheckpointError, match="other data"):
         prepare(done)
+
+
+def test_data_that_cannot_be_read_leave_the_run_as_it_was(
+    done: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreadable(*_: Any, **__: Any) -> None:
+        raise DataError("x.npy", "cannot be read")
+
+    before = {path: path.stat().st_mtime_ns for path in done.path.rglob("*")}
+    monkeypatch.setattr("dbctl.run.resume.shipments_of", unreadable)
+    assert main(["resume", str(done.path), "--set", "stop.steps=9"]) == DataError.exit_code
+    assert "x.npy: cannot be read" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in done.path.rglob("*")} == before
 
 
 def test_a_signal_is_heard_while_the_plan_is_made(done: RunDir) -> None:

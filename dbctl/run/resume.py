@@ -127,6 +127,9 @@ def resume(
             if plan is None:
                 return EXIT_CODES[signals.status]
             found = replace(found, plan=plan)
+        # Before a file is written: it reads data.
+        splits, between = (found.train, found.test), signals.check
+        shipments = shipments_of(found.plan, *splits, directory=run_dir.path, between=between)
         run_dir.logs.mkdir(exist_ok=True)  # somebody may have cleaned up
         run_dir.write_resolved(to_yaml(found.plan.experiment))
         _tell(display, found)
@@ -137,13 +140,7 @@ def resume(
             origin=found.origin,
             data=found.data,
             wiring=found.wiring,
-            shipments=shipments_of(
-                found.plan,
-                found.train,
-                found.test,
-                directory=run_dir.path,
-                between=signals.check,
-            ),
+            shipments=shipments,
             needs=needs_of(found.plan, found.train, found.test, encrypted=found.wiring.encrypted),
             standing=standing_on(cluster, found.plan.experiment, run_dir.path),
             lives=found.lives + 1,
