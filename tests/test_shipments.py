@@ -242,6 +242,20 @@ def test_each_replica_reads_its_own_rows_to_the_bit(tmp_path: Path, kind: str, h
     assert sent.sent_bytes() == sum(path.stat().st_size for path in files)
 
 
+@pytest.mark.parametrize("kind", ["targets", "gz", "csv"])
+def test_a_row_that_is_not_finite_is_named_as_its_file_has_it(tmp_path: Path, kind: str) -> None:
+    """Not as the file has it that was sent, of which nobody knows."""
+    sent = Sent(tmp_path, kind, "scale: 1.0e+38")
+    named = []
+    for replica in (0, 1):
+        own = subset(N, sent.experiment.seed, replica=replica, replicas=2)
+        of_sent = rows_in(sent.build(f"worker-{replica}.0")).blemish(np.arange(len(own)))
+        there = Dataset(sent.train, sent.experiment.data.train, rows=own)
+        assert of_sent == there.blemish(np.arange(len(own)))
+        named.append(of_sent)
+    assert all(str(tmp_path / "files") in told for told in named), named
+
+
 def test_pixels_are_sent_as_bytes_and_each_row_once(tmp_path: Path) -> None:
     sent = Sent(tmp_path)
     sizes = [sent.shipments.shipped[f"worker-{r}.0"].x.size for r in (0, 1)]

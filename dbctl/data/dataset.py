@@ -31,6 +31,7 @@ class Dataset:
     """Rows `rows` of `source` (default: all), prepared as `spec` says; indices count within them.
 
     `statistics`: of the training rows; needed where `spec.standardize`. `dtype`: of the batches.
+    `named`: what messages call each of the rows (default: `rows`).
     It may have no rows (fewer rows than replicas): `len` is 0 then, and nothing may be asked of it.
     Raises DataError when a compressed file turns out damaged.
     """
@@ -42,12 +43,13 @@ class Dataset:
         *,
         statistics: Statistics | None = None,
         rows: Indices | None = None,
+        named: Indices | None = None,
         dtype: str = "float32",
     ) -> None:
         assert statistics is not None or not spec.standardize, "standardize needs statistics"
         self.features = source.features
         self._path = source.path
-        self._rows = rows
+        self._named = rows if named is None else named
         self.kind = source.kind
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self._preparation = Preparation(
@@ -124,7 +126,7 @@ class Dataset:
             return ""
         at = int(np.argmax(bad.any(axis=0)))
         feature = int(np.argmax(bad[:, at]))
-        row = indices[at] if self._rows is None else self._rows[indices[at]]
+        row = indices[at] if self._named is None else self._named[indices[at]]
         number = f"{x[feature, at]} in {self.dtype}"
         return f"row {row} (from 0) of {shown(self._path, 200)} has {number} as feature {feature}"
 

@@ -7,6 +7,7 @@ a shard loads no data, a worker no optimiser state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from dbctl.checkpoint.reader import open_checkpoint
 from dbctl.data.dataset import Dataset
 from dbctl.data.order import ranks, subset
 from dbctl.data.prepare import Statistics
-from dbctl.data.sources import Source, open_source
+from dbctl.data.sources import Source, files_of, open_source
 from dbctl.experiment.resolve import from_json
 from dbctl.experiment.specs import (
     DownpourSpec,
@@ -253,11 +254,10 @@ def _rows_of(spec: NodeSpec, experiment: Experiment, distant: Distant | None) ->
     train = experiment.data.train
     source = _source(spec, train, distant)
     n_rows = spec.shipped.rows if spec.shipped is not None else source.rows
-    rows = subset(n_rows, experiment.seed, replica=spec.replica, replicas=experiment.replicas)
-    if spec.shipped is not None:
-        rows = ranks(rows)
+    own = subset(n_rows, experiment.seed, replica=spec.replica, replicas=experiment.replicas)
+    rows = own if spec.shipped is None else ranks(own)
     statistics = _statistics(spec, train, source, distant=distant)
-    return Dataset(source, train, statistics=statistics, rows=rows)
+    return Dataset(source, train, statistics=statistics, rows=rows, named=own)
 
 
 def _source(spec: NodeSpec, asked: SourceSpec, distant: Distant | None) -> Source:
@@ -268,7 +268,7 @@ def _source(spec: NodeSpec, asked: SourceSpec, distant: Distant | None) -> Sourc
 
     assert distant is not None, "what was sent came from the controller"
     here = bring(spec.shipped, distant, runtime=spec.runtime, log=partial(log, spec.node))
-    return open_source(here)
+    return replace(open_source(here), path=files_of(asked)[0][0])  # for messages: the user's file
 
 
 def _statistics(
