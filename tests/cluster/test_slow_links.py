@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ LEASE_S = 4.0  # of ten: a beat that waited behind a checkpoint would show
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     directory = tmp_path_factory.mktemp("hosts")
-    with Hosts(directory, ("a", "b"), hidden=tmp_path_factory.getbasetemp()) as two:
-        two.limit(RATE)
-        yield two
+    with Hosts(directory, ("a", "b", "c", "d"), hidden=tmp_path_factory.getbasetemp()) as four:
+        four.limit(RATE)
+        yield four
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +44,10 @@ def with_wrapper(
     hosts.end(request.node)
 
 
-def experiment(hosts: Hosts, *, every: int, **changes: Any) -> dict[str, Any]:
-    """784-1024-1024-10, batches of 100; the worker is on a, the shard on b."""
+def experiment(
+    hosts: Hosts, *, every: int, on: tuple[str, str] = ("a", "b"), **changes: Any
+) -> dict[str, Any]:
+    """784-1024-1024-10, batches of 100; the worker is on the first host, the shard on the other."""
     members = [
         {
             "name": name,
@@ -54,7 +57,7 @@ def experiment(hosts: Hosts, *, every: int, **changes: Any) -> dict[str, Any]:
             "python": hosts.python,
             "workdir": WORKDIR,
         }
-        for name, label in (("a", "worker"), ("b", "shard"))
+        for name, label in zip(on, ("worker", "shard"), strict=True)
     ]
     layers = [{"type": "dense", "units": units} for units in (1024, 1024, 10)]
     return {
@@ -94,22 +97,32 @@ def examples_per_second(run: TrainRun) -> float:
 def test_fetching_and_pushing_each_tenth_step_is_four_times_as_fast(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    """With n = 1 the line is full, of what is needed: pushes were sent up to four times once."""
+    """With n = 1 the line is full, of what is needed: pushes were sent up to four times once.
+
+    Both at once, each over lines of its own: what they wait for is the line.
+    """
     rates = {}
-    for every in (1, 10):
-        before = hosts.sent_bytes("b")
-        given = experiment(hosts, every=every)
-        with TrainRun(tmp_path, given, name=f"each-{every}") as run:
-            assert run.finish() == 0, run.story()
-        rates[every] = examples_per_second(run)
-        last = run.metrics("worker")[-1]
-        came, went = (b - a for a, b in zip(before, hosts.sent_bytes("b"), strict=True))
-        # And one checkpoint.
-        assert came < 1.15 * last["bytes_pushed"] + PAYLOAD_BYTES
-        assert went < 1.15 * (last["bytes_fetched"] + PAYLOAD_BYTES) + PAYLOAD_BYTES
-        waits = [int(share) for share in re.findall(r"fetch wait (\d+) %", run.err)]
-        assert waits, run.err
-        assert max(waits) > 50, "the bar shows what it waits for"
+    with ExitStack() as both:
+        runs = []
+        for every, on in ((1, ("a", "b")), (10, ("c", "d"))):
+            before = hosts.sent_bytes(on[1])
+            given = experiment(hosts, every=every, on=on)
+            run = both.enter_context(TrainRun(tmp_path, given, name=f"each-{every}"))
+            runs.append((every, on[1], before, run))
+        for every, shards_host, before, run in runs:
+            assert run.process.wait(40.0) == 0, run.story()
+            rates[every] = examples_per_second(run)
+            last = run.metrics("worker")[-1]
+            after = hosts.sent_bytes(shards_host)
+            came, went = (b - a for a, b in zip(before, after, strict=True))
+            # And one checkpoint.
+            assert came < 1.15 * last["bytes_pushed"] + PAYLOAD_BYTES
+            assert went < 1.15 * (last["bytes_fetched"] + PAYLOAD_BYTES) + PAYLOAD_BYTES
+            waits = [int(share) for share in re.findall(r"fetch wait (\d+) %", run.err)]
+            assert waits, run.err
+            assert max(waits) > 50, "the bar shows what it waits for"
+        for *_, run in runs:
+            run.assert_nothing_left()
     print(f"examples a second: {rates[1]:.0f}, {rates[10]:.0f}; {rates[10] / rates[1]:.1f} times")
     assert rates[1] > 0.6 * 100 * LINE_BYTES / PAYLOAD_BYTES
     assert rates[10] > 4 * rates[1]
