@@ -180,8 +180,8 @@ class Network:
     def _effects(self, node: _Node, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Send(to, message):
-                    self._send(node, to, message)
+                case Send():
+                    self._send(node, effect.to, effect.message)
                 case Record():
                     if self._on_record is not None:
                         self._on_record(self.now, effect)
@@ -202,43 +202,47 @@ class Network:
     def _send(self, node: _Node, to: str, message: Message) -> None:
         if self._watch is not None:
             self._watch(self.now, node.peer, to, message)
-        payload = getattr(message, "payload", None)
-        array: Array | None = payload.array if isinstance(payload, View) else payload
+        payload: Any = getattr(message, "payload", None) if message.carries_payload else None
+        if payload is None:
+            self._carry(node, to, message)
+            return
+        array: Array = payload.array if isinstance(payload, View) else payload
         bare = without_payload(message)
-        if array is None:
-            self._carry(node, to, bare, payload=None)
-        elif self._random.random() < self.faults.in_pieces:
+        if self._random.random() < self.faults.in_pieces:
             node.serial += 1
             for piece, of, data in cut(array, self.faults.piece_bytes):
                 inline = Inline(node.serial, piece, of, len(array), array.dtype.str)
-                self._carry(node, to, bare, payload=(inline, bytes(data)))
+                self._carry(node, to, bare, inline=inline, payload=bytes(data))
         else:
             shared = array.view()
             shared.flags.writeable = False
             self._carry(node, to, bare, payload=shared)
 
-    def _carry(self, node: _Node, to: str, bare: Any, *, payload: Any) -> None:
+    def _carry(
+        self, node: _Node, to: str, bare: Any, *, inline: Inline | None = None, payload: Any = None
+    ) -> None:
         """One message or piece on its way: lost, once, or twice."""
-        inline = payload[0] if isinstance(payload, tuple) else None
         frame = encode(Envelope(PROTOCOL_VERSION, "run", *node.peer, to, bare, inline))
         kind = "piece" if inline is not None else "message"
-        if self._random.random() < self.faults.drop:
+        random = self._random.random
+        if random() < self.faults.drop:
             self.happened[f"{kind} lost"] += 1
             return
         self._n_sent += 1
         number, pair = self._n_sent, (node.peer.node, to)
         copies = 1
-        if self._random.random() < self.faults.duplicate:
+        if random() < self.faults.duplicate:
             self.happened[f"{kind} repeated"] += 1
             copies = 2
         for _ in range(copies):
-            time = self.now + self._random.random() * self.faults.delay_s
+            time = self.now + random() * self.faults.delay_s
             self._at(time, lambda: self._deliver(number, pair, frame, payload=payload))
 
     def _deliver(self, number: int, pair: tuple[str, str], frame: bytes, *, payload: Any) -> None:
         if number < self._arrived.get(pair, 0):
             self.happened["overtaken"] += 1
-        self._arrived[pair] = max(number, self._arrived.get(pair, 0))
+        else:
+            self._arrived[pair] = number
         self._arrive(pair[1], frame, payload)
 
     def _arrive(self, to: str, frame: bytes, payload: Any) -> None:
@@ -249,14 +253,15 @@ class Network:
             self._at(node.paused_until, lambda: self._arrive(to, frame, payload))
             return
         envelope = decode(frame)
+        sender = envelope.peer
         message: Message = envelope.message
         if envelope.payload is not None:
             assert isinstance(envelope.payload, Inline)
-            whole = node.assembler.add(envelope.peer, envelope.payload, payload[1])
+            whole = node.assembler.add(sender, envelope.payload, payload)
             if whole is None:
                 return
             message = with_payload(message, whole)
         elif payload is not None:
             message = with_payload(message, payload)
-        self._effects(node, node.role.receive(self.now, envelope.peer, message))
+        self._effects(node, node.role.receive(self.now, sender, message))
         self._schedule_step(node)

@@ -31,7 +31,7 @@ def is_finite(array: Array) -> bool:
     only then is every element looked at.
     """
     with np.errstate(all="ignore"):
-        return bool(np.isfinite(np.dot(array, array))) or all(
+        return isfinite(np.dot(array, array)) or all(
             bool(np.isfinite(array[part]).all()) for part in parts(array.size)
         )
 
