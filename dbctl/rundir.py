@@ -111,7 +111,10 @@ class RunDir:
 
     def _remove(self) -> None:
         """All of it is this process's, which has the lock since it was empty."""
-        for entry in self.path.iterdir():
+        entries: list[Path] = []
+        with contextlib.suppress(OSError):  # somebody else has removed it
+            entries += self.path.iterdir()
+        for entry in entries:
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,13 @@ def test_what_never_became_a_run_does_not_stand_in_the_way_of_the_next_try(tmp_p
     with pytest.raises(RunError):
         failing(open_(tmp_path / "r"), with_info=True)
     assert sorted(os.listdir(tmp_path / "r")) == before
+
+
+def test_a_directory_that_goes_away_hides_no_error(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="of its own"), create(tmp_path / "r", "x") as run_dir:
+        shutil.rmtree(run_dir.path)
+        raise RunError("an error of its own")
+    assert run_dir._lock_fd == -1
 
 
 def test_a_disk_that_is_full_at_once_leaves_an_empty_directory(
