@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from dbctl.roles.base import Done
 from dbctl.roles.leader import Phase
 from dbctl.roles.sandblaster import Sandblaster
 from dbctl.run.methods import state_vectors
+from dbctl.rundir import RunDir
 from dbctl.wire import Message, Peer
 from dbctl.wire_batch import Computed, Work
 from tests.inproc_run import LIMIT_S, InprocRun, begin, go_on
@@ -48,6 +51,7 @@ stop: {{steps: 20}}
 checkpoint: {{every: off}}
 """
 METHODS = ("lbfgs", "gradient_descent", "conjugate_gradient")
+Straight = Callable[[str], tuple[list[float], dict[str, bytes]]]
 
 
 def iterations(run: InprocRun) -> list[dict[str, Any]]:
@@ -250,14 +254,34 @@ RUNS_OWN = ("Report", "ShardReport", "CutPart", "Cut", "Return")
 # -------------------------------------------------------------------------------- rung 9: resume
 
 
+def end_of(run_dir: RunDir, run: InprocRun) -> dict[str, bytes]:
+    """The vectors that the run's last checkpoint holds."""
+    checkpoint, _ = newest_good(run_dir.checkpoints)
+    whole = Range(0, checkpoint.n_elements)
+    names = state_vectors(run.life.experiment)
+    return {name: checkpoint.read(name, whole).tobytes() for name in names}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """The losses and the end of a run that was never stopped: one run a method."""
+
+    @cache
+    def run_of(method: str) -> tuple[list[float], dict[str, bytes]]:
+        overrides = [f"optimizer.method={method}", "replicas=1"]
+        run_dir, run = begin(TEXT, tmp_path_factory.mktemp("run") / "run", overrides=overrides)
+        run.run()
+        return losses(run), end_of(run_dir, run)
+
+    return run_of
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("at", [0, 1, 7, 13])
-def test_rung_9_stopped_and_resumed_is_never_stopped(method: str, at: int, tmp_path: Path) -> None:
+def test_rung_9_stopped_and_resumed_is_never_stopped(
+    method: str, at: int, tmp_path: Path, straight: Straight
+) -> None:
     """Bit for bit, with as many shards; the loss too."""
-    straight_dir, straight = begin(
-        TEXT, tmp_path / "straight", overrides=[f"optimizer.method={method}", "replicas=1"]
-    )
-    straight.run()
     run_dir, first = begin(
         TEXT, tmp_path / "run", overrides=[f"optimizer.method={method}", "replicas=1"]
     )
@@ -266,11 +290,12 @@ def test_rung_9_stopped_and_resumed_is_never_stopped(method: str, at: int, tmp_p
     assert at - (at == 0) <= done < 20  # 0: before anything was evaluated
     second = go_on(run_dir)
     assert second.run() == Done("max_iterations", "steps")
-    assert [*losses(first), *losses(second)][-20:] == losses(straight)[-20:]
-    whole = [newest_good(d.checkpoints)[0] for d in (straight_dir, run_dir)]
-    for name in state_vectors(straight.life.experiment):
-        one, other = (c.read(name, Range(0, c.n_elements)).tobytes() for c in whole)
-        assert one == other, name
+    expected, end = straight(method)
+    assert [*losses(first), *losses(second)][-20:] == expected[-20:]
+    found = end_of(run_dir, second)
+    assert found.keys() == end.keys()
+    for name, vector in found.items():
+        assert vector == end[name], name
 
 
 @pytest.mark.parametrize("moment", [0.02, 0.9, 1.7, 2.5, 3.3, 4.1, 4.9, 5.7, 6.5])
