@@ -26,10 +26,7 @@ def judge(annotation: Any, data: Any) -> Any:
     # Not a union at once: msgspec 0.23 crashes where one has a limited int and a tuple of two.
     for member in alternatives(annotation):
         with suppress(msgspec.ValidationError):
-            value = msgspec.convert(data, _limited(member), strict=True)
-            # A float without a fraction is no integer here.
-            if type(value) is not int or type(data) is int:
-                return value
+            return msgspec.convert(data, _limited(member), strict=True)
     raise ValueError(f"{data!r} is not {annotation}")
 
 

@@ -277,7 +277,7 @@ def beginnings(manifest: Manifest, plan: Plan) -> tuple[dict[int, Position], int
     n_rows, done = sum(plan.rows), 0
     for row in rows:
         own = len(range(row.replica, n_rows, len(rows)))
-        done += own * row.epoch + min(own, row.index * batch_size)
+        done += own * row.epoch + row.index * batch_size
     epoch, again = divmod(max(done, manifest.examples), n_rows)
     each, more = divmod(manifest.step, replicas)
     return {r: Position(each + (r < more), epoch, 0) for r in range(replicas)}, again
