@@ -16,6 +16,7 @@ from dbctl.experiment.read import parse
         (["stop={epochs: 2}"], ["stop.epochs none -> 2", "stop.steps 9 -> none"]),
         (["stop.steps=20000", "name=b"], ["name a -> b", "stop.steps 9 -> 20,000"]),
         (["evaluate={every: 1 epoch}"], ["evaluate.every none -> 1 epoch"]),
+        (["checkpoint.every=5 steps"], ["checkpoint.every 30 s -> 5 steps"]),
         (["partition.count=2"], ["partition.count 1 -> 2"]),
         (["cluster={launcher: ssh, hosts: [{name: a}]}"], ["another cluster"]),
         (["network.layers=[{type: dense, units: 3}]"], ["another network.layers"]),

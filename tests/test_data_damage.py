@@ -141,6 +141,10 @@ def test_missing_files(tmp_path: Path) -> None:
         f"{none}: no such file; give another path in data.train.path; and "
         f"{none}.csv: no such file; give another path in data.test.path"
     )
+    same = CsvSource(path=none, label=0)
+    with pytest.raises(DataError) as raised:
+        check_files(same, same)
+    assert str(raised.value) == f"{none}: no such file; give another path in data.train.path"
     fashion = "/usr/share/datasets/fashion-mnist/none"
     refused(IdxSource(images=fashion, labels=none), "apt-get install dataset-fashion-mnist")
 

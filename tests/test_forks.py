@@ -313,6 +313,20 @@ def test_a_question_that_cannot_be_asked_is_answered(
     assert not children.waiting
 
 
+def test_what_a_template_that_ends_was_asked_is_answered(children: Children) -> None:
+    """Though it is seen that it has ended before its answer is looked for."""
+    for name in ("shard-0", "shard-1"):
+        assert children.start(node(name)) is None
+    children.forked(time.monotonic())
+    [pid] = templates()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: state(pid) == "Z")
+    children.reap()
+    found: list[Started | Exited] = []
+    wait_until(lambda: found.extend(children.forked(time.monotonic())) or not children.waiting)
+    assert [answer.node for answer in found] == ["shard-0", "shard-1"]
+
+
 def fail_with(number: int) -> Callable[[], None]:
     def fail() -> None:
         raise OSError(number, os.strerror(number))

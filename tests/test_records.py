@@ -54,6 +54,19 @@ def test_a_death_is_told_with_the_last_word_of_its_log(
     assert "incarnation" not in err.getvalue()
 
 
+def test_a_test_loss_after_a_training_that_diverged_is_no_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbctl.roles.figures.Figures.diverged", lambda figures: True)
+    err = io.StringIO()
+    fields = {"accuracy": None, "epochs": 1.0, "examples": 4}
+    with create(tmp_path / "r", "x") as run_dir:
+        records = records_in(run_dir, err)
+        records.record(Record("evaluation", {**fields, "loss": float("nan")}))
+        records.close()
+    assert "warning" not in err.getvalue()
+
+
 def test_a_test_loss_that_is_not_finite_is_warned_of_once(tmp_path: Path) -> None:
     err = io.StringIO()
     fields = {"accuracy": None, "epochs": 1.0, "examples": 4}

@@ -689,6 +689,22 @@ def test_an_end_that_was_not_measured_yet_is_gone_on_with(tmp_path: Path) -> Non
     assert _is_finished(manifest, StopSpec(steps=19))
 
 
+@pytest.mark.parametrize(
+    ("places", "lost", "finished"),
+    [
+        ([(14, 2, 0), (13, 1, 6)], [], False),  # one is behind
+        ([(14, 2, 0), (13, 1, 6)], [1], True),  # and nobody waited for it
+        ([(14, 2, 0), (0, 0, 0)], [], True),  # it has no rows
+        ([(0, 0, 0), (0, 0, 0)], [], False),
+    ],
+)
+def test_epochs_are_done_when_all_that_train_have_done_them(
+    places: list[tuple[int, int, int]], lost: list[int], finished: bool
+) -> None:
+    manifest = msgspec.structs.replace(manifest_with(*places), extra={"lost": lost})
+    assert _is_finished(manifest, StopSpec(epochs=2)) is finished
+
+
 def test_a_later_stop_is_kept_when_nothing_came_of_it(done: RunDir) -> None:
     """Resumed with a later stop and killed before anything was saved: the stop is still due."""
     changed(done, "steps: 4", "steps: 9")
