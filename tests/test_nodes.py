@@ -9,6 +9,7 @@ import pytest
 from dbctl.errors import LaunchError
 from dbctl.process import EXIT_FAILED, EXIT_ORPHANED
 from dbctl.run.nodes import (
+    END_S,
     REPEAT_S,
     START_LIMIT_S,
     Node,
@@ -198,12 +199,12 @@ def test_an_agent_that_starts_nothing_for_a_lease_is_told() -> None:
     """It was stopped: one that is slow says of each node that it is started, and goes on."""
     nodes = pair()
     nodes.start(0.0)
-    assert nodes.unanswered(LEASE_S - 0.1) is None
+    assert nodes.unanswered(LEASE_S + END_S - 0.1) is None, "its own lease ends it, and it says so"
     nodes.receive(LEASE_S - 0.1, "worker-0.0", Started("worker-0.0", 1, 7))
-    assert nodes.unanswered(LEASE_S + 0.1) is None
-    error = nodes.unanswered(2 * LEASE_S)
+    assert nodes.unanswered(LEASE_S + END_S + 0.1) is None
+    error = nodes.unanswered(2 * LEASE_S + END_S)
     assert error is not None
-    assert "told to start worker-0.1 10 s ago" in str(error)
+    assert "told to start worker-0.1 12 s ago" in str(error)
     nodes.excuse(2 * LEASE_S)
     assert nodes.unanswered(3 * LEASE_S - 0.1) is None, "its answer may wait unread"
     for name in ("worker-0.1", "worker-1.0"):

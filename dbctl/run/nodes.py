@@ -24,6 +24,7 @@ from dbctl.wire_processes import Beat, Kill, Peers, Ready, Start, Started
 
 REPEAT_S = 1.0
 START_LIMIT_S = 60.0
+END_S = 2.0  # of an agent whose own lease ran out, since nothing reaches it: its words say why
 ORPHANED_S = 4.0  # an agent has ended that long after the first of its nodes
 Sends = list[tuple[str, Message]]
 
@@ -191,14 +192,18 @@ class Nodes:
                     )
 
     def unanswered(self, now: float) -> LaunchError | None:
-        """The agent that has not started, or not ended, a node for a lease: stopped, or cut off."""
+        """The agent that has not started, or not ended, a node for a lease: stopped, or cut off.
+
+        To one that has started nothing no way may lead: it is waited for until it has said so.
+        """
         for name, node in self.nodes.items():
             if not node.alive or node.ordered_at is None:
                 continue
-            what, since = "end", node.killed_at
+            what, since, limit_s = "end", node.killed_at, self._lease_s
             if not node.started:
                 what, since = "start", max(node.first_ordered_at, self._heard_at.get(node.agent, 0))
-            if since is not None and now - since > self._lease_s:
+                limit_s += END_S
+            if since is not None and now - since > limit_s:
                 what = f"does not answer: it was told to {what} {name} {now - since:.0f} s ago"
                 return LaunchError(node.agent, what, host=node.host)
         return None
