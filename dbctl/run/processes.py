@@ -185,7 +185,8 @@ class Processes:
             deadline = _now() + (GOODBYE_S if orderly else SHORT_GOODBYE_S)
             self.send(self.nodes.finish() if orderly else self.nodes.kill())
             while not self.nodes.all_ended() and _now() < deadline:
-                for peer, message in self._open.receive(0.1):
+                came = self._open.receive(0.1)
+                for peer, message in came:
                     if isinstance(message, Exited):
                         self.nodes.receive(_now(), message.node, message)
                     elif isinstance(message, LogText):
@@ -193,6 +194,8 @@ class Processes:
                 if pressed():
                     quick = True
                     break
+                if not came and self._launcher.all_ended():
+                    break  # nobody is left who could tell of a node's end
             for agent in self._agents:
                 self._open.send(agent.name, Finish())
             # What other hosts still have of their logs comes before their agents end.
