@@ -39,7 +39,9 @@ class Executor:
         self.n_commands = 0
 
     def __getitem__(self, name: str) -> Array:
-        return self.vectors.setdefault(name, self.like.copy())
+        if name not in self.vectors:
+            self.vectors[name] = self.like.copy()
+        return self.vectors[name]
 
     def carry_out(self, request: Command | Evaluate) -> tuple[float, ...] | Evaluation:
         if isinstance(request, Evaluate):

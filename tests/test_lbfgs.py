@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from statistics import median
 
 import numpy as np
@@ -20,6 +21,7 @@ from batch_cases import (
 )
 from batch_twin import Array, Executor, Function, run, two_loop
 from scipy.optimize import minimize
+from threadpoolctl import threadpool_limits
 
 from dbctl.experiment.specs import DigitsSource
 from dbctl.optim import lbfgs as module
@@ -37,6 +39,13 @@ from dbctl.optim.lbfgs import lbfgs, saved_names
 
 SPEC = LineSearchSpec()
 DIGITS = DigitsSource(split="train", scale=0.0625)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Of BLAS, SciPy's own too: on such short vectors two waited for one another, at full load."""
+    with threadpool_limits(1):
+        yield
 
 
 # ------------------------------------------------------------------------- the two-loop recursion
