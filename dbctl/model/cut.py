@@ -48,14 +48,14 @@ class Piece:
 
         Yields (start in the vector of whole tensors, range in the cut vector), in order.
         """
-        inner = 1
+        inner, shape = 1, self.box.shape
         axis = len(self.view)
-        while axis > 0 and self.box.shape[axis - 1] == self.view[axis - 1]:
+        while axis > 0 and shape[axis - 1] == self.view[axis - 1]:
             axis -= 1
             inner *= self.view[axis]
         if axis > 0:
             axis -= 1
-            inner *= self.box.shape[axis]
+            inner *= shape[axis]
         if inner == 0:
             return
         outer = [range(a, b) for a, b in list(self.box.sides())[:axis]]
@@ -64,10 +64,10 @@ class Piece:
         strides = [prod(self.view[i + 1 :]) for i in range(axis)]
         at = self.range.start
         for index in product(*outer):
-            run = Range(at, at + inner).intersection(part)
-            if run:
+            start, stop = max(at, part.start), min(at + inner, part.stop)
+            if start < stop:
                 place = sum(i * s for i, s in zip(index, strides, strict=True)) + first * tail
-                yield self.tensor.range.start + place + run.start - at, run
+                yield self.tensor.range.start + place + start - at, Range(start, stop)
             at += inner
 
 
