@@ -368,6 +368,14 @@ class TrainRun:
         return step
 
 
+def finish_all(*runs: TrainRun) -> None:
+    """All that go on at once end well, and nothing of any of them is left then."""
+    for run in runs:
+        assert run.process.wait(LIMIT_S) == 0, run.story()
+    for run in runs:
+        run.assert_nothing_left()
+
+
 def stop(pid: int) -> None:
     """SIGSTOP, proved."""
     os.kill(pid, signal.SIGSTOP)

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from dbctl.keeper_start import LOG, PREFIX
 from tests.cluster.netns import WORKDIR, Hosts
-from tests.cluster.runs import ENDLESS, ROOT, TrainRun, digits, kill, state, wait_for
+from tests.cluster.runs import ENDLESS, ROOT, TrainRun, digits, finish_all, kill, state, wait_for
 from tests.cluster.sshd import Sshd, agents_left
 from tests.cluster.test_ssh_runs import EXPERIMENT, bits, is_ssh
 from tests.keepers import Keepers
@@ -58,6 +59,12 @@ class Done:
         return found
 
 
+def at_once(*commands: tuple[str, ...]) -> list[Done]:
+    """Commands that wait for hosts and not for each other."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda words: Done(*words), commands))
+
+
 class Place:
     """Where the clusters of a test are known, and their hosts' files; nothing stays after it."""
 
@@ -94,8 +101,8 @@ def place(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     there = Place(sshd, tmp_path)
     yield there
-    for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*.json"):
-        Done("stop-cluster", path.name.removesuffix(".json"))
+    files = Path(os.environ["XDG_STATE_HOME"]).rglob("*.json")
+    at_once(*(("stop-cluster", path.name.removesuffix(".json")) for path in files))
     wait_for(lambda: not there.left(), f"nothing left of {there.left()}", 10.0)
     there.close()
 
@@ -214,14 +221,22 @@ def test_an_unknown_cluster_is_told(place: Place, words: tuple[str, ...]) -> Non
 def test_train_resume_and_eval_on_a_cluster_have_the_bits_of_local_ones(place: Place) -> None:
     """Rung 8 of the ladder. The run can be gone on with anywhere: it says by itself what it is."""
     place.launch(*place.hosts("a", "b", address="127.0.0.1")).ok()
-    found = []
-    for name, words in (("local", ()), ("standing", ("--cluster", "three"))):
-        with TrainRun(place.path, experiment(), *words, name=name) as run:
-            assert run.finish() == 0, run.story()
-        first = bits(run.dir)
-        Done("resume", str(run.dir), "--set", "stop.steps=100", *words).ok()
-        measured = Done("eval", str(run.dir), "--json", *words).json()
-        found.append((first, bits(run.dir), measured["loss"], measured["accuracy"]))
+    on = ("--cluster", "three")
+    with (
+        TrainRun(place.path, experiment(), name="local") as local,
+        TrainRun(place.path, experiment(), *on, name="standing") as standing,
+    ):
+        finish_all(local, standing)
+    here, there = str(local.dir), str(standing.dir)
+    first = [bits(run.dir) for run in (local, standing)]
+    more = ("--set", "stop.steps=100")
+    for done in at_once(("resume", here, *more), ("resume", there, *more, *on)):
+        done.ok()
+    measured = at_once(("eval", here, "--json"), ("eval", there, "--json", *on))
+    found = [
+        (before, bits(run.dir), told.json()["loss"], told.json()["accuracy"])
+        for before, run, told in zip(first, (local, standing), measured, strict=True)
+    ]
     assert found[0] == found[1]
     assert found[1][1][0] == 100
     resolved = (place.path / "standing" / "resolved.yaml").read_text()
@@ -239,7 +254,8 @@ def test_two_runs_at_once_are_seen_and_do_not_meet(place: Place) -> None:
     ):
         one.until_train()
         assert two.process.wait(40.0) == 0, two.story()
-        hosts = Done("status", "three", "--json").json()["hosts"]
+        seen, text = at_once(("status", "three", "--json"), ("status", "three"))
+        hosts = seen.json()["hosts"]
         assert [len(host["runs"]) for host in hosts] == [1, 1]
         run = hosts[0]["runs"][0]
         assert run["run_dir"] == str(one.dir)
@@ -247,9 +263,8 @@ def test_two_runs_at_once_are_seen_and_do_not_meet(place: Place) -> None:
         nodes = [node for host in hosts for node in host["runs"][0]["nodes"]]
         assert sorted(n["node"] for n in nodes) == ["shard-0", "shard-1", "worker-0.0"]
         assert all(n["rss_bytes"] > 1 << 20 and state(n["pid"]) for n in nodes)
-        text = Done("status", "three").ok()
-        assert re.search(r"^    over-ssh  agent-0 pid \d+ ", text, re.MULTILINE), text
-        assert re.search(r"^        shard-0 +pid \d+ +[\d.]+ MiB ", text, re.MULTILINE), text
+        for row in (r"    over-ssh  agent-0 pid \d+ ", r"        shard-0 +pid \d+ +[\d.]+ MiB "):
+            assert re.search(rf"^{row}", text.ok(), re.MULTILINE), text.out
         one.signal(signal.SIGINT)
         assert one.finish() == 130
         two.assert_nothing_left()
@@ -290,10 +305,12 @@ def test_a_lost_connection_ends_the_run_and_a_lost_keeper_does_not(place: Place)
         assert "agent-0 on a ended early (killed by SIGKILL)" in run.err
     wait_for(lambda: not Done("status", "--json").json()["clusters"][0]["hosts"][0]["runs"], "rest")
     shutil.rmtree(place.path / "there")  # logs that could not be sent
-    steps = {"steps": 4_000}
+    steps = {"steps": 2_000}
     with TrainRun(place.path, experiment(stop=steps), "--cluster", "three", name="on") as run:
         run.until_train()
         kill(pid)
+        step = run.step("worker-0.0")
+        assert step < 2_000, "it goes on without its keeper"
         assert run.finish() == 0, run.story()
     Done("stop-cluster", "three").ok()
     [left] = place.directories()  # the killed keeper's
@@ -413,17 +430,18 @@ def test_a_dry_run_shows_the_commands_and_starts_nothing(place: Place) -> None:
     place.launch(*place.hosts("a", "b", address="127.0.0.1")).ok()
     file = place.path / "x.yaml"
     file.write_text(json.dumps(experiment()))
-    text = Done("train", str(file), "--dry-run", "--cluster", "three").ok()
+    on = ("train", str(file), "--cluster", "three")
+    shown, refused, changed = at_once(
+        (*on, "--dry-run"),
+        (*on, "--set", "cluster.hosts=x.yaml"),
+        (*on, "--dry-run", "--json", "--set", "cluster.hosts.0.labels=[worker]",
+         "--set", "cluster.encryption=off"),
+    )  # fmt: skip
     for one in json.loads(place.state_file().read_text())["keepers"]:
-        assert f"-P -m dbctl caller {one['socket']}'" in text
-    refused = Done("train", str(file), "--cluster", "three", "--set", "cluster.hosts=x.yaml")
+        assert f"-P -m dbctl caller {one['socket']}'" in shown.ok()
     assert refused.status == 2
     assert "--cluster three says already which hosts there are" in refused.err
-    changed = Done(
-        "train", str(file), "--dry-run", "--json", "--cluster", "three",
-        "--set", "cluster.hosts.0.labels=[worker]", "--set", "cluster.encryption=off",
-    ).json()  # fmt: skip
-    nodes = {node["node"]: node["host"] for node in changed["nodes"]}
+    nodes = {node["node"]: node["host"] for node in changed.json()["nodes"]}
     assert nodes["shard-0"] == "b"
 
 
@@ -528,9 +546,9 @@ def test_two_trainings_at_once_on_three_hosts(
         }
         assert one.process.wait(80.0) == 0, one.story()
         assert one.status()["test_accuracy"] > 0.8
-        mine = Done("status", str(two.dir), "--json").json()["nodes"]
-        assert {node["host"] for node in mine.values()} == {"a", "b", "c"}
-        lines = Done("logs", str(two.dir)).ok().splitlines()
+        mine, logs = at_once(("status", str(two.dir), "--json"), ("logs", str(two.dir)))
+        assert {node["host"] for node in mine.json()["nodes"].values()} == {"a", "b", "c"}
+        lines = logs.ok().splitlines()
         assert {line.split()[0] for line in lines} >= {"agent-0", "shard-2", "worker-1.1"}
         two.signal(signal.SIGINT)
         assert two.finish() == 130, two.story()
