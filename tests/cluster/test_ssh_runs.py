@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from dbctl.launch.base import make_runtime
 from dbctl.launch.ssh import SshLauncher
 from dbctl.process import TEMPLATE
 from dbctl.region import Range
-from tests.cluster.runs import TrainRun, wait_for
+from tests.cluster.runs import LIMIT_S, TrainRun, finish_all, wait_for
 from tests.cluster.sshd import ROOT, Sshd, agents_left
 
 pytestmark = pytest.mark.cluster
@@ -65,6 +67,14 @@ def with_wrapper(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", sshd.path)
 
 
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> TrainRun:
+    """EXPERIMENT as it is, without hosts: what it comes to is always the same."""
+    with TrainRun(tmp_path_factory.mktemp("near"), EXPERIMENT) as run:
+        assert run.process.wait(LIMIT_S) == 0, run.story()
+    return run
+
+
 def host(sshd: Sshd, tmp_path: Path, ssh: str = "plain", **more: Any) -> dict[str, Any]:
     there = {"python": str(sshd.python), "workdir": str(tmp_path / "there")}
     return {"name": "here", "ssh": ssh, **there, **more}
@@ -106,15 +116,24 @@ def test_train_resume_and_eval_reach_the_same_bits_as_local_ones(
     sshd: Sshd, tmp_path: Path
 ) -> None:
     """Rung 8 of the ladder: in-process = local processes = ssh."""
-    results = {}
-    for name, experiment in (("local", EXPERIMENT), ("ssh", on(host(sshd, tmp_path)))):
-        with TrainRun(tmp_path, experiment, name=name) as run:
-            assert run.finish() == 0, run.story()
+    experiments = {"local": EXPERIMENT, "ssh": on(host(sshd, tmp_path))}
+    with ExitStack() as both:
+        runs = {
+            name: both.enter_context(TrainRun(tmp_path, experiment, name=name))
+            for name, experiment in experiments.items()
+        }
+        finish_all(*runs.values())
+
+    def go_on(run: TrainRun) -> tuple[Any, ...]:
         first = bits(run.dir)
         dbctl("resume", str(run.dir), "--set", "stop.steps=100")
         second = bits(run.dir)
         measured = json.loads(dbctl("eval", str(run.dir), "--json"))
-        results[name] = (first, second, measured["loss"], measured["accuracy"])
+        return first, second, measured["loss"], measured["accuracy"]
+
+    with ThreadPoolExecutor() as pool:
+        results = dict(zip(runs, pool.map(go_on, runs.values()), strict=True))
+    for run in runs.values():
         logs = run.dir / "logs"
         assert (logs / "worker-0.0.log").read_text().count("finished") == 2, "of both lives"
         assert (logs / "shard-1.log").read_text().count("incarnation 1 of run") == 2
@@ -123,22 +142,19 @@ def test_train_resume_and_eval_reach_the_same_bits_as_local_ones(
     assert leftovers(tmp_path) == []
 
 
-def test_a_host_that_shares_neither_memory_nor_files(sshd: Sshd, tmp_path: Path) -> None:
+def test_a_host_that_shares_neither_memory_nor_files(
+    sshd: Sshd, tmp_path: Path, near: TrainRun
+) -> None:
     """Its own table of processes, and nothing of ours where the run and its work directory are."""
     for name in ("there", "far"):
         (tmp_path / name).mkdir()
     python = sshd.apart("apart", tmp_path / "there", tmp_path / "far")
-    found = []
-    for name, experiment in (
-        ("near", EXPERIMENT),
-        ("far", on(host(sshd, tmp_path, python=python))),
-    ):
-        with TrainRun(tmp_path, experiment, name=name) as run:
-            assert run.finish() == 0, run.story()
-        found.append(bits(run.dir))
+    with TrainRun(tmp_path, on(host(sshd, tmp_path, python=python)), name="far") as far:
+        assert far.finish() == 0, far.story()
+    for run in (near, far):
         for node in ("shard-0", "shard-1", "worker-0.0"):
             assert run.log(node).rstrip().endswith("finished"), "its last line came too"
-    assert found[0] == found[1]
+    assert bits(near.dir) == bits(far.dir)
     assert not list((tmp_path / "there").iterdir()), "it was written elsewhere"
 
 
@@ -150,17 +166,19 @@ def test_a_checkpoint_far_larger_than_what_is_on_its_way(sshd: Sshd, tmp_path: P
     (tmp_path / "there").mkdir()
     there = host(sshd, tmp_path, python=sshd.apart("wide", tmp_path / "there"))
     far = {"cluster": {"launcher": "ssh", "hosts": [there]}}
-    for name, changes in (("near", {}), ("far", far)):
-        with TrainRun(tmp_path, wide | changes, name=name) as run:
-            assert run.finish() == 0, run.story()
-            assert "dropped" not in run.log("agent-0")
+    with (
+        TrainRun(tmp_path, wide, name="near") as one,
+        TrainRun(tmp_path, wide | far, name="far") as other,
+    ):
+        finish_all(one, other)
+        assert not any("dropped" in run.log("agent-0") for run in (one, other))
     found = bits(tmp_path / "far")
     assert found == bits(tmp_path / "near")
     assert len(found[1]) > 9 << 20
 
 
 @pytest.mark.parametrize("encryption", ["on", "off"])
-def test_two_hosts_run_one_run(sshd: Sshd, tmp_path: Path, encryption: str) -> None:
+def test_two_hosts_run_one_run(sshd: Sshd, tmp_path: Path, near: TrainRun, encryption: str) -> None:
     """Both are this machine; what goes from one to the other goes over tcp all the same."""
     places = [("one", ["shard"]), ("two", ["worker"])]
     hosts = [
@@ -168,15 +186,14 @@ def test_two_hosts_run_one_run(sshd: Sshd, tmp_path: Path, encryption: str) -> N
         for name, labels in places
     ]
     cluster = {"launcher": "ssh", "encryption": encryption, "hosts": hosts}
-    for name, changes in (("local", {}), ("two", {"cluster": cluster})):
-        with TrainRun(tmp_path, EXPERIMENT | changes, name=name) as run:
-            assert run.finish() == 0, run.story()
+    with TrainRun(tmp_path, EXPERIMENT | {"cluster": cluster}, name="two") as run:
+        assert run.finish() == 0, run.story()
     logs = tmp_path / "two" / "logs"
     for i in range(2):
         assert " started with pid " in (logs / f"agent-{i}.log").read_text(), (
             "each has a part of it"
         )
-    assert bits(tmp_path / "two") == bits(tmp_path / "local")
+    assert bits(tmp_path / "two") == bits(near.dir)
     assert leftovers(tmp_path) == []
     assert json.loads((tmp_path / "two" / "run.json").read_text())["encryption"] == encryption
     told = "warning: encryption is off" in (tmp_path / "two.err").read_text()
