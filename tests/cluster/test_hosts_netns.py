@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.netns import WORKDIR, Hosts
-from tests.cluster.runs import TrainRun, digits, wait_for
+from tests.cluster.runs import TrainRun, digits, finish_all, wait_for
 from tests.cluster.test_ssh_runs import bits, dbctl
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(90)]
@@ -111,19 +112,24 @@ def test_a_replica_over_hosts_is_trained_resumed_and_measured_with_the_same_bits
     }
     three = cluster(hosts, a=(1, "worker"), b=2, c=(2, "shard"))
     two = json.dumps(cluster(hosts, a=4, c=(3, "shard", "evaluator")))
-    found = {}
-    for name, changes, later in (
-        ("local", {}, []),
-        ("spread", {"cluster": three}, ["--set", f"cluster={two}"]),
+    with (
+        TrainRun(tmp_path, experiment, name="local") as local,
+        TrainRun(tmp_path, experiment | {"cluster": three}, name="spread") as spread,
     ):
-        with TrainRun(tmp_path, experiment | changes, name=name) as run:
-            assert run.finish() == 0, run.story()
+        finish_all(local, spread)
+
+    def go_on(run: TrainRun, *later: str) -> tuple[Any, ...]:
         first = bits(run.dir)
         dbctl("resume", str(run.dir), "--set", "stop.steps=100", *later)
+        second = bits(run.dir)
+        assert (first[0], second[0]) == (60, 100)
         measured = json.loads(dbctl("eval", str(run.dir), "--json"))
-        found[name] = (first, bits(run.dir), measured["loss"], measured["confusion"])
-        assert (first[0], found[name][1][0]) == (60, 100)
-    assert found["spread"] == found["local"]
+        return first, second, measured["loss"], measured["confusion"]
+
+    with ThreadPoolExecutor() as pool:
+        here = pool.submit(go_on, local)
+        there = pool.submit(go_on, spread, "--set", f"cluster={two}")
+        assert there.result() == here.result()
     assert hosts.left() == []
 
 

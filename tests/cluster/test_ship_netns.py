@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.netns import WORKDIR, Hosts, call
-from tests.cluster.runs import TrainRun, wait_for
+from tests.cluster.runs import TrainRun, finish_all, wait_for
 from tests.cluster.test_hosts_netns import BLOCKING, cluster
 from tests.cluster.test_ship_runs import large, prepared, shipped, write_digits
 from tests.cluster.test_ssh_runs import EXPERIMENT, bits
@@ -81,16 +81,14 @@ def test_a_blocking_replica_over_hosts_has_the_bits_of_the_file_by_path(
         "data": prepared(data, ship=True, standardize=True),
         "cluster": cluster(hosts, a=(1, "worker"), b=3),
     }
-    found = {}
-    for name, changes in (
-        ("local", {"data": prepared(data, standardize=True)}),
-        ("spread", spread),
+    whole = EXPERIMENT | {"partition": {"count": 2}, "optimizer": BLOCKING}
+    here = {"data": prepared(data, standardize=True)}
+    with (
+        TrainRun(tmp_path, whole | here, name="local") as one,
+        TrainRun(tmp_path, whole | spread, name="spread") as other,
     ):
-        experiment = EXPERIMENT | {"partition": {"count": 2}, "optimizer": BLOCKING} | changes
-        with TrainRun(tmp_path, experiment, name=name) as run:
-            assert run.finish() == 0, run.story()
-        found[name] = bits(run.dir)
-    assert found["spread"] == found["local"]
+        finish_all(one, other)
+    assert bits(other.dir) == bits(one.dir)
     assert kept(hosts, "a") == kept(hosts, "b")
     assert_only_data_is_left(hosts)
 
