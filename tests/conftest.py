@@ -39,9 +39,12 @@ def children() -> set[str]:
     found = set()
     tracker_pid, _ = resource_tracker()
     for task in Path("/proc/self/task").iterdir():
+        pids: list[str] = []
         # A thread, or a child, may end between two lines of this.
         with contextlib.suppress(OSError):
-            for pid in (task / "children").read_text().split():
+            pids = (task / "children").read_text().split()
+        for pid in pids:
+            with contextlib.suppress(OSError):
                 if pid != str(tracker_pid):
                     found.add(f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()}")
     return found

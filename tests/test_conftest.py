@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ALONE, KINDS, QUIET, TOGETHER, Census, Turns
+from tests.conftest import ALONE, KINDS, QUIET, TOGETHER, Census, Turns, children
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,6 +66,25 @@ def test_a_child_is_seen_also_when_it_is_dead_and_not_reaped() -> None:
         child.kill()
         child.wait()
     assert census.left_after(0.0) == []
+
+
+def test_a_child_that_ends_just_now_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_text = Path.read_text
+    with subprocess.Popen(["sleep", "60"]) as ends, subprocess.Popen(["sleep", "60"]) as stays:
+
+        def read(path: Path, *words: Any, **named: Any) -> str:
+            if str(path) == f"/proc/{ends.pid}/comm":
+                raise ProcessLookupError(path)
+            return read_text(path, *words, **named)
+
+        monkeypatch.setattr(Path, "read_text", read)
+        try:
+            pids = {child.split()[0] for child in children()}
+            assert str(ends.pid) not in pids
+            assert str(stays.pid) in pids
+        finally:
+            ends.kill()
+            stays.kill()
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm on this system")
