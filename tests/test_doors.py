@@ -332,7 +332,7 @@ def test_connections_that_say_nothing_take_few_descriptors(net: Net) -> None:
         worker.send("shard-0", FETCH)
         assert arrive(shard) == [(worker.me, FETCH)], "who is in stays in"
     assert shard.counts["handshake"] >= 300 - MOST_WAITING
-    assert "more than 24 connections begin at once" in net.said[0]
+    assert "more than 16 connections begin at once" in net.said[0]
 
 
 def test_a_replica_that_just_came_in_is_not_hung_up_for_strangers_of_its_address(net: Net) -> None:

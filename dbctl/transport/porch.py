@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-MOST_WAITING = 24
+MOST_WAITING = 16
 STAY_S = 3.5  # the handshake's 3 s, and what events come late
 UNKNOWN = "an unknown address"
 

@@ -229,8 +229,8 @@ def assert_told(log: str, *, knows_owner: bool) -> None:
         "worker-0.1#1 sent to controller",
     )
     for words in (
-        f"refused a connection from {x}: more than 24 connections begin at once",
-        f"refused a connection from {b}: more than 24 connections begin at once",
+        f"refused a connection from {x}: more than 16 connections begin at once",
+        f"refused a connection from {b}: more than 16 connections begin at once",
         f"{x} came with a key of nobody in this run",
         f"{b} came with a key of nobody in this run",
         "it comes without encryption, or with another kind",
