@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 
 from dbctl.data.sources import open_source
 from dbctl.experiment.specs import DigitsSource
-from tests.cluster.runs import TrainRun, synthetic, wait_for
+from tests.cluster.runs import TrainRun, finish_all, synthetic, wait_for
 from tests.cluster.sshd import Sshd, agents_left
 from tests.cluster.test_ssh_runs import (
     EXPERIMENT,
@@ -107,27 +108,34 @@ def test_one_blocking_replica_reaches_the_bits_of_the_file_by_path(
     what was lost meanwhile is sent again."""
     data = write_digits(tmp_path / "data")
     there, how = {"cluster": cluster(sshd, tmp_path)}, {"standardize": True, "rows": 300}
-    found = {}
-    for name, changes in (
-        ("local", {"data": prepared(data, **how)}),
-        ("first", {"data": prepared(data, ship=True, **how)} | there),
-        ("second", {"data": prepared(data, ship=True, **how)} | there),
-    ):
+    shipping = {"data": prepared(data, ship=True, **how)} | there
+
+    def begin(name: str, changes: dict[str, Any]) -> TrainRun:
         experiment = EXPERIMENT | {"evaluate": {"every": "30 steps"}} | changes
-        with TrainRun(tmp_path, experiment, name=name) as run:
-            assert run.finish() == 0, run.story()
-        found[name] = (bits(run.dir), run.status()["test_loss"])
-        assert list((tmp_path / "data").iterdir()), "it is hidden there, not gone"
+        return TrainRun(tmp_path, experiment, name=name)
+
+    with (
+        begin("local", {"data": prepared(data, **how)}) as local,
+        begin("first", shipping) as first,
+    ):
+        finish_all(local, first)
+    with begin("second", shipping) as second:
+        assert second.finish() == 0, second.story()
+    assert list((tmp_path / "data").iterdir()), "it is hidden there, not gone"
+    runs = {"local": local, "first": first, "second": second}
+    found = {name: (bits(run.dir), run.status()["test_loss"]) for name, run in runs.items()}
     assert found["first"] == found["local"]
     assert found["second"] == found["local"]
     assert sum(shipped(tmp_path / "first").values()) == sum(kept(tmp_path).values())
     assert len(kept(tmp_path)) == 4
     assert shipped(tmp_path / "second") == {}
     assert "sending 19,328 bytes of data.test (x) to here" in (tmp_path / "first.err").read_text()
-    measured = [
-        json.loads(dbctl("eval", str(tmp_path / name), "--json", "--split", "train"))["loss"]
-        for name in ("local", "second")
-    ]
+
+    def loss(run: TrainRun) -> float:
+        return float(json.loads(dbctl("eval", str(run.dir), "--json", "--split", "train"))["loss"])
+
+    with ThreadPoolExecutor() as pool:
+        measured = list(pool.map(loss, (local, second)))
     assert measured[0] == measured[1]
 
 
