@@ -199,6 +199,26 @@ def test_nodes_end_before_their_agents(staged: Staged, orderly: bool) -> None:
     assert staged.link.closed
 
 
+def test_where_all_agents_have_ended_nobody_is_waited_for(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they had said by then is taken all the same."""
+    now, ended = 1000.0, Exited("shard-0", 1, 0, "")
+    comes = [[(Peer("agent-0", 1), ended)]]
+
+    def receive(wait_s: float) -> list[tuple[Peer, Message]]:
+        nonlocal now
+        now += wait_s
+        return comes.pop() if comes else []
+
+    staged.bring_up()
+    monkeypatch.setattr(module, "_now", lambda: now)
+    monkeypatch.setattr(staged.link, "receive", receive)
+    assert not staged.processes.say_goodbye(orderly=True, quick=False, pressed=never)
+    assert now - 1000.0 < 0.5
+    assert staged.processes.nodes.nodes["shard-0"].exited == ended
+
+
 def test_who_is_pressed_waits_no_longer(staged: Staged) -> None:
     staged.bring_up()
     assert staged.processes.say_goodbye(orderly=True, quick=False, pressed=lambda: True)
