@@ -148,8 +148,7 @@ def test_two_runs_at_once_share_what_is_sent_and_every_partition_reads_it(
         TrainRun(tmp_path, experiment, name="one") as one,
         TrainRun(tmp_path, experiment, name="two") as two,
     ):
-        assert one.finish() == 0, one.story()
-        assert two.finish() == 0, two.story()
+        finish_all(one, two)
     sent = [*shipped(one.dir).values(), *shipped(two.dir).values()]
     assert sorted(sent) == sorted(kept(tmp_path).values())
     assert kept(tmp_path, ".part") == {}
