@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,10 +243,25 @@ def test_what_is_refused_does_not_become_the_way_to_answer(net: Net) -> None:
     with outsider(net, shard, net.keys[worker.me]) as liar:
         for message in (Grant(1, 1_000), Lease(1)):
             liar.say(message)
+        liar.say(FETCH, to="worker-1.0")
         wait_for(shard, "role", 2)
+        wait_for(shard, "misaddressed")
         shard.send("worker-0.0", Ack(1, 7, 3))
         assert arrive(worker) == [(Peer("shard-0", 1), Ack(1, 7, 3))]
         assert not liar.hears()
+
+
+def test_a_stolen_key_does_not_bring_the_answers_while_its_owner_speaks(net: Net) -> None:
+    """It may speak as that replica, and hears no parameters for it."""
+    shard, worker = net.pair()
+    with outsider(net, shard, net.keys[worker.me]) as thief:
+        for number in range(1, 4):
+            for say in (partial(worker.send, "shard-0"), thief.say):
+                say(FETCH)
+                assert arrive(shard) == [(worker.me, FETCH)]
+            shard.send("worker-0.0", Ack(1, number, 3))
+            assert arrive(worker) == [(Peer("shard-0", 1), Ack(1, number, 3))]
+        assert not thief.hears()
 
 
 def test_it_relays_nothing_for_another_host(net: Net) -> None:

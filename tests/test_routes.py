@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from dbctl.transport import routes as routes_module
 from dbctl.transport.outlet import Outlet
-from dbctl.transport.routes import Routes
+from dbctl.transport.routes import SILENT_S, Routes
 from dbctl.transport.sockets import Socket
 from dbctl.wire import Peer
 
@@ -23,10 +23,10 @@ def test_connection_then_last_message_then_keeper() -> None:
     keeper = routes.connections["agent-0"] = outlet()
     assert routes.find("a") is keeper
     caller = routes.caller(ROUTER, b"1")
-    routes.hear("a", caller)
+    routes.hear("a", caller, 0.0)
     assert routes.find("a") is caller
     other = routes.caller(ROUTER, b"2")
-    routes.hear("a", other)
+    routes.hear("a", other, SILENT_S)
     assert routes.find("a") is other
     own = routes.connections["a"] = outlet(incarnation=1)
     assert routes.find("a") is own
@@ -40,19 +40,32 @@ def test_one_way_back_for_one_routing_id() -> None:
 def test_ways_that_nobody_is_reached_by_are_dropped() -> None:
     routes = Routes(None)
     for number in range(100):
-        routes.hear("a", routes.caller(ROUTER, str(number).encode()))
+        routes.hear("a", routes.caller(ROUTER, str(number).encode()), number * SILENT_S / 3)
     assert len(routes.outlets()) == 1
     routes.lose(routes.outlets()[0])
     assert routes.outlets() == []
     assert routes.find("a") is None
 
 
+def test_a_way_that_speaks_is_not_given_up_for_another_that_does() -> None:
+    """Two that have one key, the second of which stole it: what is answered goes to the first."""
+    routes = Routes(None)
+    first, second = (routes.caller(ROUTER, route) for route in (b"1", b"2"))
+    for tick in range(40):
+        routes.hear("a", first, tick * SILENT_S / 2)
+        routes.hear("a", routes.caller(ROUTER, b"2"), (tick + 0.5) * SILENT_S / 2)
+        assert routes.find("a") is first
+    assert routes.outlets() == [first], "nothing is kept for the other"
+    routes.hear("a", second, 22 * SILENT_S)
+    assert routes.find("a") is second, "the first is silent: its connection may be broken"
+
+
 def test_a_way_that_leads_to_two_stays_for_the_other() -> None:
     """The controller is reached, and reaches all nodes of a host, by one way."""
     routes = Routes(None)
     shared = routes.caller(ROUTER, b"1")
-    routes.hear("a", shared)
-    routes.hear("b", shared)
+    routes.hear("a", shared, 0.0)
+    routes.hear("b", shared, 0.0)
     routes.end(Peer("a", 1))
     assert routes.find("b") is shared
     assert routes.outlets() == [shared]

@@ -1,7 +1,8 @@
 """Where each node is reached, and which of its lives counts.
 
 Rules of this file: no sending. A node is reached, in this order: by the connection made to it; by
-the way its last message came; through the keeper (the host's agent), which relays by name.
+the way its messages come; through the keeper (the host's agent), which relays by name. Of two ways
+that both speak for one life the first counts while it speaks: who has stolen a key hears nothing.
 A message of a lower incarnation than the newest seen of its node is old, whatever it says.
 """
 
@@ -12,6 +13,8 @@ from dbctl.transport.outlet import Outlet
 from dbctl.transport.sockets import Socket
 from dbctl.wire import Peer
 
+SILENT_S = 10.0  # then a way is given up for one that speaks: its connection may be broken unseen
+
 
 class Routes:
     """`connections`: the DEALERs by the node they lead to; `keeper` is the name of one, or None."""
@@ -21,6 +24,7 @@ class Routes:
         self.connections: dict[str, Outlet] = {}
         self._newest: dict[str, int] = {}
         self._heard: dict[str, Outlet] = {}
+        self._heard_at: dict[str, float] = {}  # by that way
         self._callers: dict[tuple[Socket, bytes], Outlet] = {}
 
     def outlets(self) -> list[Outlet]:
@@ -52,12 +56,16 @@ class Routes:
             outlet = self._callers[socket, route] = Outlet(socket, route=route)
         return outlet
 
-    def hear(self, node: str, outlet: Outlet) -> None:
-        """A message of `node` came by `outlet`: the way to answer it."""
+    def hear(self, node: str, outlet: Outlet, now: float) -> None:
+        """A message of `node` came by `outlet`: the way to answer it, if no other speaks for it."""
         before = self._heard.get(node)
         if before is not outlet:
+            if before is not None and now - self._heard_at[node] < SILENT_S:
+                self._prune(outlet)
+                return
             self._heard[node] = outlet
             self._prune(before)
+        self._heard_at[node] = now
 
     def end(self, peer: Peer) -> Outlet | None:
         """That life is over: nothing more is taken of it. The connection to it, to be closed."""

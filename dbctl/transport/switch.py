@@ -254,11 +254,10 @@ class Switch:
         self._admit(peer)
         if socket.closed:
             return
-        if envelope.to == self.settings.me.node:
-            # What it may not say does not even become the way to answer it.
-            self._check_rights(envelope)
+        # What it may not say does not even become the way to answer it.
+        self._check_rights(envelope)
         way = self._dealers[socket] if route is None else self._routes.caller(socket, route)
-        self._routes.hear(peer.node, way)
+        self._routes.hear(peer.node, way, time.monotonic())
         if envelope.to != self.settings.me.node:
             self._pass_on(envelope, way, frames)
         elif isinstance(envelope.message, Lease):
@@ -289,7 +288,10 @@ class Switch:
 
     def _check_rights(self, envelope: Envelope) -> None:
         peer, message = envelope.peer, envelope.message
-        if isinstance(message, Lease):
+        if envelope.to != self.settings.me.node:
+            if not self.settings.relay:
+                raise Refused("misaddressed", f"{peer} sent to {envelope.to}")
+        elif isinstance(message, Lease):
             if peer.node not in (CONTROLLER, self.settings.keeper):
                 raise Refused("role", f"{peer} may not give a lease")
         elif not self.settings.allow(peer, message):
@@ -319,8 +321,6 @@ class Switch:
     # ------------------------------------------------------------ relay, beats, leases
 
     def _pass_on(self, envelope: Envelope, way: Outlet, frames: list[zmq.Frame]) -> None:
-        if not self.settings.relay:
-            raise Refused("misaddressed", f"{envelope.peer} sent to {envelope.to}")
         if isinstance(envelope.message, Beat) and envelope.to == CONTROLLER:
             self.lease.hear(envelope.sender, envelope.message.number)
         outlet = self._routes.find(envelope.to)
