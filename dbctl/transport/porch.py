@@ -6,8 +6,9 @@ looked at. Of strangers it makes lines for the log, and it bounds what all of th
 Theory of operation. Until its handshake is over, within 3 s, a connection costs a descriptor and as
 much of a frame as it has sent, up to 1.1 MiB. libzmq takes any number of them: 300 cost 200 MiB,
 and some thousand all descriptors of the process. So where there is one too many, the oldest of the
-address that has most of them is hung up. Who may come in does not stay on the porch for long: it
-has said something (`heard`) or is not counted (`_let_in`).
+address that has most of them is hung up, or its newest where even the oldest has only just come:
+that is a crowd of replicas, whose handshakes are about to be over. Who may come in does not stay on
+the porch for long: it has said something (`heard`) or is not counted (`_let_in`).
 
 The monitor names a connection by its descriptor, which is another's once it is closed; before one
 is hung up, its other end is compared with what it was.
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 import zmq
 
 MOST_WAITING = 16
+PROMPT_S = 0.25  # a handshake takes some milliseconds
 STAY_S = 3.5  # the handshake's 3 s, and what events come late
 UNKNOWN = "an unknown address"
 
@@ -89,7 +91,7 @@ class Porch:
                 break
             self._settle(old)
         while len(self.waiting) - len(self._let_in) > MOST_WAITING:
-            self._make_room()
+            self._make_room(now)
 
     def _settle(self, descriptor: int) -> Caller | None:
         """It waits no longer, whatever became of it; None: it did not."""
@@ -100,9 +102,11 @@ class Porch:
                 del self._of_address[caller.end[0]]
         return caller
 
-    def _make_room(self) -> None:
+    def _make_room(self, now: float) -> None:
         [(address, _)] = self._of_address.most_common(1)
-        descriptor = next(d for d, other in self.waiting.items() if other.end[0] == address)
+        of_it = [d for d, other in self.waiting.items() if other.end[0] == address]
+        is_late = now - self.waiting[of_it[0]].came_at > PROMPT_S
+        descriptor = of_it[0] if is_late else of_it[-1]
         caller = self._settle(descriptor)
         assert caller is not None
         caller.hung_up = True
