@@ -24,15 +24,6 @@ from dbctl.wire import Peer
 PEER = Peer("worker-0.0", 1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def frozen() -> Iterator[None]:
-    """What the whole suite has loaded is not looked through at each count: it took 0.1 s."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def buffer() -> Iterator[SharedBuffer]:
     buffer = SharedBuffer(1_000, "<f4")
