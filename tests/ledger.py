@@ -251,6 +251,7 @@ class History:
                 n_fetch=n_fetch,
                 n_push=n_push,
                 overlap=overlap,
+                sole=self.replicas == 1,
                 slots=slots,
                 origin=mine.start,
                 partition=partition or 0,

@@ -17,9 +17,16 @@ SHARDS = (ShardSpan("shard-0", 10, 12), ShardSpan("shard-1", 12, 15))
 AT = Position(1, 0, 1)
 
 
-def make(*, later: bool = True, read_own: bool = True, rate: float = 0.5) -> LocalCopy:
+def make(
+    *,
+    later: bool = True,
+    read_own: bool = True,
+    rate: float = 0.5,
+    in_place: bool = False,
+    shards: Sequence[ShardSpan] = SHARDS,
+) -> LocalCopy:
     local = LocalCopy(
-        SHARDS,
+        shards,
         origin=10,
         n_elements=5,
         dtype="f8",
@@ -27,11 +34,12 @@ def make(*, later: bool = True, read_own: bool = True, rate: float = 0.5) -> Loc
         slots=2,
         later=later,
         read_own=read_own,
+        in_place=in_place,
         allocate=PlainBuffer,
         resend_s=0.25,
     )
-    assert local.hello(0.0) == [Send("shard-0", Hello(1)), Send("shard-1", Hello(1))]
-    for span in SHARDS:
+    assert local.hello(0.0) == [Send(span.node, Hello(1)) for span in shards]
+    for span in shards:
         assert not local.joined
         local.receive(0.0, span.node, Welcome(1, 0, 0))
     assert local.joined
@@ -88,6 +96,45 @@ def test_each_answer_is_copied_to_its_place_and_given_back_at_once() -> None:
     assert local.complete
     assert local.parameters.tolist() == [1, 2, 3, 4, 5]
     assert local.bytes_fetched == 5 * 8
+
+
+ALL = ShardSpan("shard-0", 10, 15)
+
+
+def kept(local: LocalCopy, *, number: int) -> Params:
+    """A fetch of the one shard, whose answer is kept."""
+    params = Params(1, number, number + 6, number + 3, 0, ALL.start, np.arange(5.0) + number)
+    local.receive(0.0, ALL.node, params)
+    assert local.holding
+    assert local.copy_answers(0.0) == [], "nothing is given back yet"
+    assert (local.holding, local.complete) == (False, True)
+    assert local.parameters is params.payload
+    assert local.versions == [number + 3]
+    return params
+
+
+def test_the_only_replica_reads_the_answer_where_it_lies_until_it_pushes() -> None:
+    local = make(read_own=False, in_place=True, shards=[ALL])
+    assert local.ask(0.0, after=0) == [Send("shard-0", Fetch(1, 1, 0, 0, start=10))]
+    kept(local, number=1)
+    accrue(local, [1, 2, 3, 4, 5], step=False)
+    [push] = pushes(local.push(0.0, AT, mark=0))
+    assert (push.base, push.returned) == (4, 7)
+    assert local.ask(0.0, after=1) == [Send("shard-0", Fetch(1, 2, 1, 7, start=10))]
+    kept(local, number=2)
+    # A gradient that is refused makes no push: the next fetch gives back.
+    local.begin()
+    assert local.push(0.0, AT, mark=0) == []
+    assert local.ask(0.0, after=1) == [Send("shard-0", Fetch(1, 3, 1, 8, start=10))]
+    assert local.bytes_fetched == 2 * 5 * 8
+
+
+def test_answers_of_several_shards_are_copied_all_the_same() -> None:
+    local = make(read_own=False, in_place=True)
+    before = local.parameters
+    fetch(local, [1, 2, 3, 4, 5])
+    assert local.parameters is before
+    assert before.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_messages_of_strangers_change_nothing() -> None:

@@ -211,6 +211,7 @@ def build_worker(
         n_fetch=client.n_fetch,
         n_push=client.n_push,
         overlap=client.overlap,
+        sole=experiment.replicas == 1,
         clip=optimizer.clip,
         slots=client.slots,
         position=spec.position,

@@ -28,6 +28,8 @@ class LocalCopy:
     A partition may hold none (it only pools, or others hold the weights it shares): no shards then.
 
     `rate(n)`: the rule's rate at a shard's n-th update. `later`: a push may sum gradients.
+    `in_place`: nobody else waits for a shard's buffers, and nothing moves the copy between fetches.
+    Then there is none where one shard has it all: its answer is read where it lies, until the push.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class LocalCopy:
         slots: int,
         later: bool,
         read_own: bool,
+        in_place: bool,
         allocate: Allocate,
         resend_s: float,
     ) -> None:
         self._channels = [
             Channel(s.node, Range(s.start, s.stop), resend_s=resend_s) for s in shards
         ]
+        self._in_place = in_place and len(self._channels) == 1
         self._origin = origin
         self._by_shard = {channel.shard: channel for channel in self._channels}
         self._slots = Slots(slots, n_elements, dtype=dtype, allocate=allocate)
@@ -104,6 +108,7 @@ class LocalCopy:
     def ask(self, now: float, *, after: int) -> Effects:
         """A fetch of everything, once push `after` of this worker is in it."""
         self._missing = set(self._by_shard)
+        self._let_go()
         return [e for channel in self._channels for e in channel.ask(now, after=after)]
 
     @property
@@ -120,7 +125,7 @@ class LocalCopy:
         return False
 
     def copy_answers(self, now: float) -> Effects:
-        """Copies what has come and gives it back at once, whatever else is waited for.
+        """Copies what has come and gives it back at once, whatever else is waited for; or keeps it.
 
         Whoever holds one shard's buffer while waiting for another's answer, an acknowledgement or a
         grant can stop all others for ever.
@@ -131,12 +136,21 @@ class LocalCopy:
             if answer is None:
                 continue
             self._missing.discard(channel.shard)
+            if self._in_place:
+                self.parameters = channel.keep()
+                self.bytes_fetched += self.parameters.nbytes
+                continue
             part = self.parameters[channel.span.slice(self._origin)]
             own = self._later_than(answer.holds, channel) if self._read_own else []
             step_from(part, answer.payload, own, rate=self._rate(answer.version))
             self.bytes_fetched += part.nbytes
             effects += channel.give_back(now)
         return effects
+
+    def _let_go(self) -> None:
+        if self._in_place:
+            for channel in self._channels:
+                channel.let_go()
 
     def _later_than(self, holds: int, channel: Channel) -> list[Array]:
         """What this worker has done since its push `holds`: later pushes, and what is accrued."""
@@ -190,6 +204,7 @@ class LocalCopy:
         assert self._slot is not None
         self.pushed += 1
         self._slots.pushed(self._slot, self.pushed)
+        self._let_go()
         effects: Effects = []
         for channel, base in zip(self._channels, self._bases, strict=True):
             span = channel.span

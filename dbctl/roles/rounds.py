@@ -90,7 +90,7 @@ class Blemished(Protocol):
 
 
 class Rounds:
-    """`rate`, `later` and `read_own` are those of the local copy (roles/local.py)."""
+    """`rate`, `later`, `read_own`, `in_place` are those of the local copy (roles/local.py)."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class Rounds:
         rate: Callable[[int], float],
         later: bool,
         read_own: bool,
+        in_place: bool = False,
         allocate: Allocate,
         resend_s: float,
     ) -> None:
@@ -111,6 +112,7 @@ class Rounds:
             slots=start.slots,
             later=later,
             read_own=read_own,
+            in_place=in_place,
             allocate=allocate,
             resend_s=resend_s,
         )

@@ -4,7 +4,7 @@ Rules of this file: pure (roles/base.py). Theory of operation (docs/protocol.md)
 Hello, numbers fetches, sends each push and keeps it until it is acknowledged, and sends again with
 doubling back-off whatever is not answered. A slot holds one push for all shards at once and is free
 when every one of them has acknowledged it. Nobody holds a hand-out while waiting: an answer is
-copied and given back at once.
+copied and given back at once, or kept by the only replica while it computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dbctl.region import Range
-from dbctl.roles.base import NEVER, Allocate, Buffer, Effects, Send
+from dbctl.roles.base import NEVER, Allocate, Array, Buffer, Effects, Send
 from dbctl.wire import Ack, Fetch, Hello, Message, Params, Push, Return, Welcome
 
 MAX_BACK_OFF_S = 5.0
@@ -81,6 +81,7 @@ class Channel:
         self._unacked: dict[int, Push] = {}
         self._number = 0
         self._returned = 0
+        self._kept = 0
         self._fetch: Fetch | None = None
         self._hello_timer = Timer(resend_s)
         patient_s = min(max(resend_s, 4 * len(span) / SLOW_LINE), MAX_PAYLOAD_BACK_OFF_S)
@@ -166,6 +167,18 @@ class Channel:
         self.version = self.answer.version
         self.answer = None
         return [Send(self.shard, Return(self._returned))]
+
+    def keep(self) -> Array:
+        """The answer, to be read where it lies until `let_go`."""
+        assert self.answer is not None
+        self._kept, self.version = self.answer.handout, self.answer.version
+        kept: Array = self.answer.payload
+        self.answer = None
+        return kept
+
+    def let_go(self) -> None:
+        """What was kept is the shard's again: the next Push or Fetch says so."""
+        self._returned = max(self._returned, self._kept)
 
     def push(self, now: float, push: Push) -> Effects:
         assert push.seq == self._pushed + 1, f"push {push.seq} after {self._pushed}"
