@@ -852,6 +852,7 @@ def test_overrides_that_are_wrong(override: str, said: str) -> None:
 # ----------------------------------------------------------------------------- resolved text
 
 counts = st.integers(1, 2**31)
+widths = st.integers(1, 2**14)  # whose products of four stand below the limit of a network
 floats = st.floats(1e-300, 1e300)
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 files = texts.filter(lambda text: "\0" not in text).map(lambda text: "/" + text)
@@ -919,7 +920,7 @@ experiments = st.builds(
     ),
     network=st.builds(
         NetworkSpec,
-        input=st.lists(counts, min_size=1, max_size=3).map(tuple),
+        input=st.lists(widths, min_size=1, max_size=3).map(tuple),
         layers=st.lists(layers, min_size=1, max_size=3).map(tuple),
         loss=st.sampled_from(["softmax", "logistic", "squared"]),
     ),
@@ -1072,6 +1073,35 @@ def test_the_schema_refuses_what_the_reader_refuses(change: dict[str, Any]) -> N
 @given(experiments)
 def test_the_schema_takes_every_resolved_file(experiment: Experiment) -> None:
     assert fits(yaml.safe_load(to_yaml(experiment)), schema())
+
+
+@pytest.mark.parametrize(
+    ("override", "end"),
+    [
+        ("name=1.0", 'found `1.0`; write "1.0" in quotes'),
+        ("network.layers.0.units=2.0", "found `2.0`; write `2`"),
+        ("network.layers.0.activation=2.0", "`linear`, found `2.0`"),
+        ("optimizer.overlap=1.0", "expected true or false, found `1.0`"),
+        ('data.train.scale="30 s"', 'greater than 0, found the text "30 s"'),
+        ('data.train.scale="3e-1"', 'found the text "3e-1"; write it without quotes'),
+        ("evaluate.every=true", "or off, found `true`"),
+        ("evaluate.every=0", "or off, found `0`"),
+        ("evaluate.every=3", "found `3`; say of what, such as `3 s`"),
+        ("optimizer.clip=9223372036854775808", "; at most 9223372036854775807 (2^63 - 1) fits"),
+        ("optimizer.clip=.inf", "found `.inf`; it must be finite"),
+        ("stop={epochs: 3, epochs: 4}", "duplicate key; remove one"),
+    ],
+)
+def test_a_hint_leads_to_what_is_accepted(override: str, end: str) -> None:
+    assert only(EXAMPLE, override).endswith(end)
+
+
+@pytest.mark.parametrize("units", [2**63 - 1, 2**53])
+def test_a_network_that_no_number_counts_is_refused_with_the_file(units: int) -> None:
+    """It ended in an OverflowError of the plan."""
+    what = "nodes" if units > 2**59 else "parameters up to here"
+    told = only(EXAMPLE, f"network.layers.0.units={units}")
+    assert f"network.layers.0: {what}: expected at most 576,460,752,303,423,488 (2^59)" in told
 
 
 def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:

@@ -124,7 +124,8 @@ def report(error: DbctlError) -> None:
     for problem in error.problems[:MAX_PROBLEMS]:
         _say(str(problem))
     if len(error.problems) > MAX_PROBLEMS:
-        _say(f"and {len(error.problems) - MAX_PROBLEMS} more problems")
+        n_more = len(error.problems) - MAX_PROBLEMS
+        _say(f"and {n_more} more problem{'s' * (n_more > 1)}")
 
 
 def _say(message: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
+from math import prod
 from typing import Any, NamedTuple
 from unicodedata import category
 
@@ -27,6 +28,7 @@ WITHOUT_FILE = {
     "digits": "it is part of dbctl, and so on every host already",
     "synthetic": "every host makes its rows from the seed",
 }
+MOST_ELEMENTS = 1 << 59  # of 8 bytes each: every count of bytes fits in 64 bits
 _BAD_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")  # control, half a pair, line and paragraph ends
 
 
@@ -138,7 +140,7 @@ def _shapes(values: Values) -> Iterator[Fault]:
     shape, path = values.get(("network", "input")), ("network", "layers")
     if shape is None:
         return
-    n_tensors = 0
+    n_tensors = n_parameters = 0
     index = 0
     while (layer := values.get((*path, str(index)))) is not None:
         fault = layer.fault(shape)
@@ -147,7 +149,14 @@ def _shapes(values: Values) -> Iterator[Fault]:
             yield Fault((*path, str(index), key), message)
             return
         nodes = layer.output_shape(shape)
-        n_tensors += len(layer.tensors(shape, Box.whole(nodes)))
+        tensors = layer.tensors(shape, Box.whole(nodes))
+        n_tensors += len(tensors)
+        n_parameters += sum(prod(tensor.shape) for tensor in tensors)
+        for count, what in ((prod(nodes), "nodes"), (n_parameters, "parameters up to here")):
+            if count > MOST_ELEMENTS:
+                message = f"expected at most {MOST_ELEMENTS:,} (2^59), found {count:,}"
+                yield Fault((*path, str(index)), f"{what}: {message}")
+                return
         shape = nodes
         index += 1
     if path not in values:

@@ -50,9 +50,15 @@ from dbctl.experiment.tree import (
     problem,
     read_text,
 )
-from dbctl.experiment.words import expected, found, hint, nearest, no_mapping, unknown_key
-
-MAX_INT = 2**63 - 1  # what every process and file format of a run can hold
+from dbctl.experiment.words import (
+    MAX_INT,
+    expected,
+    found,
+    hint,
+    nearest,
+    no_mapping,
+    unknown_key,
+)
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Experiment:

@@ -283,7 +283,8 @@ class _Builder:
                 self.problems.append(problem(key.place, below, message))
             elif name in tree.items:
                 first = tree.keys[name]
-                message = f"duplicate key: lines {first.line} and {key.place.line}; remove one"
+                where = f": lines {first.line} and {key.place.line}" if first.line else ""
+                message = f"duplicate key{where}; remove one"
                 self.problems.append(problem(key.place, below, message))
             else:
                 tree.items[name] = value

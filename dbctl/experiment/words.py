@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
@@ -22,6 +23,8 @@ from dbctl.experiment.tree import Listing, Mapping, Place, Scalar, Tree, problem
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _BOUNDS = {Ge: ("of at least", "ge"), Gt: ("greater than", "gt")}
 _UPPER = {Le: ("at most", "le"), Lt: ("less than", "lt")}
+_NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
+MAX_INT = 2**63 - 1  # what every process and file format of a run can hold
 
 
 def expected(annotation: Any) -> str:
@@ -103,16 +106,28 @@ def hint(annotation: Any, tree: Tree) -> str:
     if isinstance(tree.value, str) and (near := nearest(tree.value, names)):
         return f"; did you mean `{near}`?"
     numeric = int in members or float in members
-    if numeric and tree.quoted and tree.text.strip()[:1] in set("0123456789.+-"):
+    if numeric and (limit := _limit_hint(tree.value)):
+        return limit
+    if numeric and tree.quoted and re.fullmatch(_NUMBER, tree.text.strip()):
         return "; write it without quotes"
     if bool in members and str(tree.value) in ("yes", "no", "on", "off"):
         return f"; write `{'true' if tree.value in ('yes', 'on') else 'false'}`"
-    if isinstance(tree.value, float) and float not in members and tree.value % 1 == 0:
+    if isinstance(tree.value, float) and int in members and tree.value % 1 == 0:
         return f"; write `{int(tree.value)}`" if abs(tree.value) < 1e15 else ""
-    if str in members and not isinstance(tree.value, str | None):
+    if str in members and int not in members and not isinstance(tree.value, str | None):
         return f'; write "{shown(tree.text)}" in quotes'
-    if Every in members and isinstance(tree.value, int | float) and tree.value is not False:
-        return f"; say of what, such as `{shown(tree.text)} s`"
+    if Every in members and isinstance(tree.value, int | float):
+        is_count = not isinstance(tree.value, bool) and tree.value > 0
+        return f"; say of what, such as `{shown(tree.text)} s`" if is_count else ""
+    return ""
+
+
+def _limit_hint(value: object) -> str:
+    """Of a number that nothing could hold, whatever its place allows."""
+    if isinstance(value, float) and not isfinite(value):
+        return "; it must be finite"
+    if isinstance(value, int) and abs(value) > MAX_INT:
+        return f"; at most {MAX_INT} (2^63 - 1) fits"
     return ""
 
 
