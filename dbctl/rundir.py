@@ -25,7 +25,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -43,6 +42,7 @@ from dbctl.proctree import start_of
 
 _RUN = "run.json"
 _LOCK = ".lock"
+_BEGUN = (".*.tmp", "standardize.npz*")  # half written, and what the data say
 _NAME_LIMIT_BYTES = 200  # a file name may have 255; an experiment's name has 100 characters
 
 _Read = TypeVar("_Read")
@@ -86,8 +86,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 class RunDir:
     """One run directory, made by `create` or `open_`; a context manager that frees its lock.
 
-    Of one that `create` made and an exception leaves before it is a run nothing stays but an empty
-    directory that was there before: the next try is not refused for it.
+    Of one that `create` made and an exception leaves before it is a run only the lock file stays:
+    the next try is not refused for it. What is no part of a run is left alone.
     """
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
@@ -110,16 +110,14 @@ class RunDir:
         self.close()
 
     def _remove(self) -> None:
-        """All of it is this process's, which has the lock since it was empty."""
-        entries: list[Path] = []
-        with contextlib.suppress(OSError):  # somebody else has removed it
-            entries += self.path.iterdir()
-        for entry in entries:
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    entry.unlink()
+        """What there may be by now of a run; never the lock, which another may just be opening."""
+        parts = (found for pattern in _BEGUN for found in self.path.glob(pattern))
+        for file in (self.experiment, self.resolved, self.metrics, *parts):
+            with contextlib.suppress(OSError):
+                file.unlink()
+        for directory in (self.logs, self.checkpoints):
+            with contextlib.suppress(OSError):  # not empty: somebody else's
+                directory.rmdir()
 
     def lock(self) -> None:
         """Takes the run for this controller; UsageError names the one that has it."""

@@ -17,6 +17,7 @@ import pytest
 from dbctl.checkpoint.layout import Manifest, ReplicaRow
 from dbctl.checkpoint.reader import Checkpoint, list_checkpoints, newest_good
 from dbctl.cli.main import main
+from dbctl.data.prepare import Statistics
 from dbctl.errors import (
     CheckpointError,
     DataError,
@@ -727,7 +728,15 @@ def test_a_standardized_run_resumes_with_the_statistics_it_had(tmp_path: Path) -
     expected = straight(tmp_path / "whole", *overrides)
     run_dir, run = begin(TEXT, tmp_path / "cut", overrides=[*overrides, "stop.steps=10"])
     run.run()
-    (run_dir.path / "standardize.npz").unlink()  # a function of the same data: made again
+    file = run_dir.path / "standardize.npz"
+    kept = Statistics.load(str(file))
+    assert prepare(run_dir, ["stop.steps=20"]).warnings == []
+    short = Statistics(kept.mean[:3], kept.deviation[:3])
+    # It is a function of the same data, whatever has become of it.
+    for spoil in (file.unlink, lambda: file.write_bytes(b"PK"), lambda: short.save(str(file))):
+        spoil()
+        told = f"{file}: missing or damaged, is made again"
+        assert prepare(run_dir, ["stop.steps=20"]).warnings == [told]
     go_on(run_dir, ["stop.steps=20"]).run()
     assert contents(newest(run_dir)) == contents(expected)
 

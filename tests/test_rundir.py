@@ -146,7 +146,8 @@ def failing(run_dir: RunDir, *, with_info: bool = False) -> None:
             run_dir.write_info(info())
         else:
             run_dir.write_experiment(b"x")
-            (run_dir.logs / "shard-0.log").write_text("x")
+            (run_dir.path / "standardize.npz").write_bytes(b"x")
+            (run_dir.path / ".resolved.yaml.tmp").write_bytes(b"x")
         raise RunError("the disk is full")
 
 
@@ -154,7 +155,7 @@ def test_what_never_became_a_run_does_not_stand_in_the_way_of_the_next_try(tmp_p
     """A full disk, or Ctrl-C, before run.json is written."""
     with pytest.raises(RunError):
         failing(create(tmp_path / "r", "x"))
-    assert os.listdir(tmp_path / "r") == []
+    assert os.listdir(tmp_path / "r") == [".lock"]
     with pytest.raises(RunError):
         failing(create(tmp_path / "r", "x"), with_info=True)
     before = sorted(os.listdir(tmp_path / "r"))
@@ -162,6 +163,17 @@ def test_what_never_became_a_run_does_not_stand_in_the_way_of_the_next_try(tmp_p
     with pytest.raises(RunError):
         failing(open_(tmp_path / "r"), with_info=True)
     assert sorted(os.listdir(tmp_path / "r")) == before
+
+
+def test_what_somebody_else_put_there_meanwhile_stays(tmp_path: Path) -> None:
+    run_dir = create(tmp_path / "r", "x")
+    (tmp_path / "r" / "notes.txt").write_text("mine")
+    (tmp_path / "r" / "mine").mkdir()
+    (tmp_path / "r" / "logs" / "mine.log").write_text("mine")
+    with pytest.raises(RunError):
+        failing(run_dir)
+    assert sorted(os.listdir(tmp_path / "r")) == [".lock", "logs", "mine", "notes.txt"]
+    assert os.listdir(tmp_path / "r" / "logs") == ["mine.log"]
 
 
 def test_a_directory_that_goes_away_hides_no_error(tmp_path: Path) -> None:
@@ -184,7 +196,7 @@ def test_a_disk_that_is_full_at_once_leaves_an_empty_directory(
 
     monkeypatch.setattr(Path, "mkdir", full)
     assert "no space left on device" in told(create, tmp_path / "r")
-    assert os.listdir(tmp_path / "r") == []
+    assert os.listdir(tmp_path / "r") == [".lock"]
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ class Life:
     `data` is the digest of the training data: every checkpoint keeps it. `wiring`: which nodes
     share a host. `shipments`: what hosts are sent of the data; `needs`: what they must have.
     `standing`: who starts the agents there, of a cluster that stays up. `lives`: how many made the
-    run's figures, this one with them.
+    run's figures, this one with them. `settings`: of resolved.yaml from when all have come up.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Life:
         needs: Mapping[str, Needs],
         standing: Standing = NOWHERE,
         lives: int = 1,
+        settings: str = "",
     ) -> None:
         self.plan = plan
         self.shipments = shipments
@@ -107,6 +108,7 @@ class Life:
         self.display = display
         self.origin = origin
         self.lives = lives
+        self._settings = settings
         self.run_id = new_run_id()
         self.coordinator = leader_of(plan, origin)
         self._digest = network_digest(plan.experiment)
@@ -178,7 +180,7 @@ class Life:
                 shipped=self.shipments.shipped,
             )
             try:
-                outcome = session.run(nodes, self._make_saver)
+                outcome = session.run(nodes, self._begin)
             except LaunchError as error:
                 self._finish(records, processes.nodes, Outcome(status="failed", error=error))
                 return error.exit_code
@@ -197,6 +199,12 @@ class Life:
             warn=self.display.warn,
             standing=self.standing,
         )
+
+    def _begin(self, wake: Callable[[], None]) -> Saver:
+        """All are there: what a resume has changed is the run's from here on."""
+        if self._settings:
+            self.run_dir.write_resolved(self._settings)
+        return self._make_saver(wake)
 
     def _make_saver(self, wake: Callable[[], None]) -> Saver:
         return Saver(

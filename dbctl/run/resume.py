@@ -46,6 +46,7 @@ from dbctl.run.setting import (
     network_digest,
     open_data,
     plan_of,
+    statistics_stand,
 )
 from dbctl.run.shipments import shipments_of
 from dbctl.run.signals import Interrupted, Signals
@@ -127,11 +128,9 @@ def resume(
             if plan is None:
                 return EXIT_CODES[signals.status]
             found = replace(found, plan=plan)
-        # Before a file is written: it reads data.
         splits, between = (found.train, found.test), signals.check
         shipments = shipments_of(found.plan, *splits, directory=run_dir.path, between=between)
         run_dir.logs.mkdir(exist_ok=True)  # somebody may have cleaned up
-        run_dir.write_resolved(to_yaml(found.plan.experiment))
         _tell(display, found)
         life = Life(
             found.plan,
@@ -144,6 +143,7 @@ def resume(
             needs=needs_of(found.plan, found.train, found.test, encrypted=found.wiring.encrypted),
             standing=standing_on(cluster, found.plan.experiment, run_dir.path),
             lives=found.lives + 1,
+            settings=to_yaml(found.plan.experiment),
         )
         life.coordinator.figures.first_loss = found.checkpoint.manifest.extra.get("first_loss")
         return life.run(signals, lease_s=lease_s, factories=factories)
@@ -167,7 +167,8 @@ def prepare(
     train, test = open_data(experiment, between=between)
     data = digest(experiment.data.train)
     _check_data(checkpoint, data)
-    if experiment.data.train.standardize and not (run_dir.path / STATISTICS).exists():
+    if not statistics_stand(experiment, train, run_dir):  # of the same data: to the same bits
+        warnings = [*warnings, f"{run_dir.path / STATISTICS}: missing or damaged, is made again"]
         keep_statistics(experiment, train, run_dir, between=between)
     plan = plan_of(experiment, train, test, between=between)
     wiring = wire(plan)

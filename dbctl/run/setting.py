@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dbctl.data.prepare import statistics
+from dbctl.data.prepare import Statistics, statistics
 from dbctl.data.sources import Source, check, check_files, open_source
+from dbctl.errors import DataError
 from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment, SshCluster
 from dbctl.launch.base import AgentHandle, start_order
@@ -80,6 +81,17 @@ def keep_statistics(
     """`standardize`: mean and deviation of the training rows stay in the run directory."""
     if experiment.data.train.standardize:
         statistics(train, between=between).save(str(run_dir.path / STATISTICS))
+
+
+def statistics_stand(experiment: Experiment, train: Source, run_dir: RunDir) -> bool:
+    """Whether what `keep_statistics` kept is there and whole, if it has to be."""
+    if not experiment.data.train.standardize:
+        return True
+    try:
+        kept = Statistics.load(str(run_dir.path / STATISTICS))
+    except DataError:
+        return False
+    return bool(len(kept.mean) == train.features)
 
 
 def resolve_threads(experiment: Experiment) -> Experiment:

@@ -86,6 +86,19 @@ def test_ten_and_ten_are_twenty(tmp_path: Path) -> None:
     assert {"shard-2.log", "worker-0.0.log"} <= {p.name for p in (cut / "logs").iterdir()}
 
 
+def test_settings_are_the_runs_when_all_have_come_up(tmp_path: Path) -> None:
+    """A host that is not there leaves a run that goes on as it was."""
+    path = train(tmp_path, "r", synthetic(rows=100, stop={"steps": 4}))
+    before = (path / "resolved.yaml").read_bytes()
+    nowhere = 'cluster={launcher: ssh, hosts: [{name: left, ssh: "host.invalid", slots: 8}]}'
+    done = dbctl("resume", path, "--set", nowhere, "--set", "stop.steps=8")
+    assert done.returncode == 3
+    assert (path / "resolved.yaml").read_bytes() == before
+    events = resume(path, "--set", "stop.steps=6")
+    assert events[-1]["steps"] == 6
+    assert b"steps: 6" in (path / "resolved.yaml").read_bytes()
+
+
 def test_metrics_are_appended_and_numbers_go_on(tmp_path: Path) -> None:
     """cases: step numbers, metrics file over a resume (ray#46814)."""
     path = train(tmp_path, "r", synthetic(rows=100, evaluate={"every": "1 epoch"}))
