@@ -9,9 +9,10 @@ Theory of operation. A mini-batch is, layer by layer, what its slowest partition
     layer     max over partitions of (overhead + operations / rate) x company, of more than one
               + max over partitions of (bytes / link rate + messages x time of a message)
               + rounds x latency
-    servers   checking the gradient
+    servers   looking at the gradient, of layers that do not bound it (model/kernels/bounds.py)
               + (copying what was fetched + a push and a fetch there and back) / n_fetch
-              + the update / n_push, each of all the parameters that one host's processes have
+              + the update / n_push, each of all the parameters that one host's processes have;
+              nothing is copied where it is read where it lies (roles/local.py)
 
 What is done once to each parameter is bound by memory, which the processes of a host share: it does
 not get faster by being cut among them (measured: docs/experiments.md). All of it is waited for:
@@ -25,10 +26,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dbctl.errors import PlanError
-from dbctl.experiment.specs import DownpourSpec, Experiment, HostSpec, SshCluster
+from dbctl.experiment.specs import Experiment, HostSpec, SandblasterSpec, SshCluster
 from dbctl.model.costs import ITEM_BYTES, LayerCosts, costs_of, imbalance
 from dbctl.model.cut import NetworkCut, cut_fault, cut_network
 from dbctl.placement import place
+from dbctl.shards import shard_spans, spans_within
 
 MAX_COLUMNS = 8  # partitions whose figures are listed one by one
 
@@ -159,17 +161,29 @@ def _exchange_s(layer: LayerCosts, speeds: Speeds, *, n: int) -> float:
 
 def _servers_s(experiment: Experiment, cut: NetworkCut, speeds: Speeds) -> float:
     """Of a replica that is alone and waits for its shards at every fetch."""
-    spans = [len(cut.span(p)) for p in range(cut.count)]
-    held, served = _fullest(experiment, spans)
+    held, served = _fullest(experiment, [len(span) for span in cut.spans])
     optimizer = experiment.optimizer
-    n_fetch, n_push = (
-        (optimizer.n_fetch, optimizer.n_push) if isinstance(optimizer, DownpourSpec) else (1, 1)
-    )
+    n_fetch = n_push = 1
+    if not isinstance(optimizer, SandblasterSpec):
+        n_fetch, n_push = optimizer.client.n_fetch, optimizer.client.n_push
+    looked_at = sum(len(p.range) for p in cut.pieces if cut.spec.layers[p.layer].type != "dense")
+    copied = 0 if _reads_in_place(experiment, cut) else held
     return (
-        held * speeds.check_s
-        + (held * speeds.copy_s + speeds.server_latency_s) / n_fetch
+        held * looked_at / cut.spans[-1].stop * speeds.check_s
+        + (copied * speeds.copy_s + speeds.server_latency_s) / n_fetch
         + served * speeds.shard_s / n_push
     )
+
+
+def _reads_in_place(experiment: Experiment, cut: NetworkCut) -> bool:
+    """Parameters are read where their shard has them, by all partitions."""
+    optimizer = experiment.optimizer
+    if isinstance(optimizer, SandblasterSpec) or experiment.replicas > 1:
+        return False
+    if optimizer.client.overlap or optimizer.client.n_fetch > 1:
+        return False
+    shards = shard_spans(cut.spans[-1].stop, experiment.shards, partitions=cut.spans)
+    return all(len(spans_within(shards, span)) <= 1 for span in cut.spans)
 
 
 def _fullest(experiment: Experiment, spans: Sequence[int]) -> tuple[int, int]:

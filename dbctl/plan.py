@@ -145,8 +145,7 @@ class Plan:
     @cached_property
     def _held(self) -> tuple[tuple[ShardSpan, ...], ...]:
         """Found once a partition: each has a node in every replica."""
-        spans = map(self.cut.span, range(self.cut.count))
-        return tuple(spans_within(self.shards, span) for span in spans)
+        return tuple(spans_within(self.shards, span) for span in self.cut.spans)
 
     def starts_in(self, shard: str) -> tuple[int | None, ...]:
         """Where each partition's slice begins in a shard; None where they do not meet."""
@@ -235,11 +234,11 @@ def make_plan(
     replicas = experiment.replicas
     layout = tensors(experiment.network)
     n_parameters = layout[-1].range.stop
-    spans = shard_spans(n_parameters, experiment.shards)
     share = _rows_of_replicas(experiment, rows)
     cut = cut_network(
         experiment.network, count=experiment.partition.count, grid=experiment.partition.grid
     )
+    spans = shard_spans(n_parameters, experiment.shards, partitions=cut.spans)
     per_worker = threads or experiment.threads or max(1, cores // (replicas * cut.count))
     return Plan(
         experiment=experiment,
@@ -272,10 +271,10 @@ def _rows_of_replicas(experiment: Experiment, rows: int) -> tuple[int, ...]:
 def make_evaluation_plan(experiment: Experiment, *, rows: int, evaluators: int) -> Plan:
     """The plan of `dbctl eval`: shards, and evaluators that share `rows`; nobody trains."""
     layout = tensors(experiment.network)
-    spans = shard_spans(layout[-1].range.stop, experiment.shards)
     cut = cut_network(
         experiment.network, count=experiment.partition.count, grid=experiment.partition.grid
     )
+    spans = shard_spans(layout[-1].range.stop, experiment.shards, partitions=cut.spans)
     measuring = (
         node
         for part in range(evaluators)

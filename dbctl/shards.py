@@ -5,7 +5,9 @@ Rules of this file: pure; ranges with the name of who holds them, nothing of wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -13,6 +15,7 @@ from dbctl.region import Range
 
 # Cuts between shards fall on multiples of a cache line of float32.
 SHARD_ALIGN = 16
+NEAR = 1 / 8  # of a slice: a shard has at most a quarter more than an equal one
 N_PARAMETER_BUFFERS = 3  # of each shard: roles/handouts.py says what for
 
 
@@ -24,11 +27,30 @@ class ShardSpan(msgspec.Struct, frozen=True, array_like=True):
     stop: int
 
 
-def shard_spans(n_parameters: int, shards: int) -> tuple[ShardSpan, ...]:
-    """Equal slices by bytes, whatever the tensors; shards that would hold nothing are left out."""
+def shard_spans(
+    n_parameters: int, shards: int, *, partitions: Sequence[Range] = ()
+) -> tuple[ShardSpan, ...]:
+    """Equal slices by bytes, whatever the tensors; shards that would hold nothing are left out.
+
+    Where one of `partitions` ends close to a cut, the cut is there: each shard more that a
+    partition talks to is a push and a fetch more a step, whatever is in them.
+    """
     count = min(shards, max(1, -(-n_parameters // SHARD_ALIGN)))
-    cuts = [cut for cut in Range(0, n_parameters).split(count, align=SHARD_ALIGN) if cut]
-    return tuple(ShardSpan(f"shard-{i}", cut.start, cut.stop) for i, cut in enumerate(cuts))
+    slices = [cut for cut in Range(0, n_parameters).split(count, align=SHARD_ALIGN) if cut]
+    near = n_parameters / count * NEAR
+    ends = sorted({part.stop for part in partitions} - {0, n_parameters})
+    cuts = [0, *(_nearest(ends, cut.start, near) for cut in slices[1:]), n_parameters]
+    return tuple(ShardSpan(f"shard-{i}", *pair) for i, pair in enumerate(pairwise(cuts)))
+
+
+def _nearest(ends: Sequence[int], cut: int, near: float) -> int:
+    """Of the ascending `ends` the one closest to `cut`; `cut` itself if none is `near` enough."""
+    at = bisect_left(ends, cut)
+    return min(
+        (end for end in ends[max(0, at - 1) : at + 1] if abs(end - cut) <= near),
+        key=lambda end: abs(end - cut),
+        default=cut,
+    )
 
 
 def spans_within(spans: Iterable[ShardSpan], part: Range) -> tuple[ShardSpan, ...]:

@@ -245,9 +245,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         _kinds: Mapping[str, str] = {}
 
         def schedule(self) -> None:
-            # Only workers collect: what they found lies beside their locks.
-            text = Path(config.stash[DIRECTORY], FOUND).read_text(encoding="utf-8")
-            self._kinds = json.loads(text)
+            # Only workers collect: what they found lies beside their locks. No such file: nothing.
+            with contextlib.suppress(FileNotFoundError):
+                text = Path(config.stash[DIRECTORY], FOUND).read_text(encoding="utf-8")
+                self._kinds = json.loads(text)
             super().schedule()
 
         def _split_scope(self, nodeid: str) -> str:

@@ -20,6 +20,7 @@ from dbctl.forecast import (
     parse_counts,
     tables,
 )
+from dbctl.model.network import tensors
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 
@@ -59,7 +60,7 @@ def test_one_partition_is_operations_over_rate_and_the_rest() -> None:
     flops = 128 * (6 * (41_777_152 - 4 * 2560 - 8192) - 2 * 440 * 2560)
     assert table.forecast.compute_s == pytest.approx(flops / 5e10 + 0.005)
     assert table.forecast.exchange_s == 0
-    assert table.forecast.servers_s == pytest.approx(41_777_152 * 3e-9 + 3e-4)
+    assert table.forecast.servers_s == pytest.approx(41_777_152 * 2e-9 + 3e-4)
     assert table.forecast.speed_up == 1.0
 
 
@@ -115,6 +116,7 @@ def test_a_workers_part_is_divided_only_where_its_partitions_are_placed_apart() 
         " {name: c, labels: [shard]}]}"
     )
     one_each = "cluster={launcher: ssh, hosts: [{name: a}, {name: b, labels: [shard]}]}"
+    copying = "optimizer={type: downpour, batch_size: 128, rule: {type: sgd, rate: 0.1}}"
     for settings, divided in (
         ((), 1),
         ((apart % (8, 8),), 1),
@@ -123,8 +125,8 @@ def test_a_workers_part_is_divided_only_where_its_partitions_are_placed_apart() 
         ((one_each,), 1),
     ):
         (two,) = found(
-            "speech-paper", [2], "shards=2", *settings,
-            check_s=1e-9, copy_s=1e-9, server_latency_s=0.0,
+            "speech-paper", [2], "shards=2", copying, *settings,
+            copy_s=2e-9, server_latency_s=0.0,
         )  # fmt: skip
         whole_s = 2e-9 * 41_777_152
         assert two.forecast.servers_s == pytest.approx(whole_s / divided, rel=0.01)
@@ -132,18 +134,54 @@ def test_a_workers_part_is_divided_only_where_its_partitions_are_placed_apart() 
 
 @pytest.mark.parametrize(("n_fetch", "n_push"), [(1, 1), (1, 10), (10, 1), (5, 2)])
 def test_each_part_of_the_servers_has_its_own_beat(n_fetch: int, n_push: int) -> None:
-    """Each gradient is checked; fetches are copied and waited for, pushes are applied."""
+    """Fetches are copied and waited for, pushes are applied."""
     beat = (
         f"optimizer={{type: downpour, batch_size: 128, n_push: {n_push}, n_fetch: {n_fetch},"
         " rule: {type: sgd, rate: 0.1}}"
     )
     (one,) = found(
         "speech-paper", [1], "shards=1", beat,
-        check_s=1e-9, copy_s=2e-9, shard_s=3e-9, server_latency_s=0.02,
+        copy_s=2e-9, shard_s=3e-9, server_latency_s=0.02,
     )  # fmt: skip
     each = 1e-9 * 41_777_152
-    expected = each + (2 * each + 0.02) / n_fetch + 3 * each / n_push
+    expected = (2 * each + 0.02) / n_fetch + 3 * each / n_push
     assert one.forecast.servers_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "copied"),
+    [
+        ((), False),
+        (("optimizer.overlap=false",), False),
+        (("optimizer.overlap=true",), True),
+        (("optimizer.overlap=false", "optimizer.n_fetch=2"), True),
+        (("optimizer.overlap=false", "replicas=2"), True),
+        (("shards=3",), True),
+    ],
+)
+def test_an_only_replica_that_blocks_copies_nothing_from_its_one_shard(
+    settings: tuple[str, ...], copied: bool
+) -> None:
+    if "overlap" in "".join(settings):
+        downpour = "optimizer={type: downpour, batch_size: 128, rule: {type: sgd, rate: 0.1}}"
+        settings = (downpour, *settings)
+    for partitions in (1, 2):
+        (table,) = found(
+            "speech-paper", [partitions], f"shards={partitions}", *settings,
+            copy_s=1.0, server_latency_s=0.0,
+        )  # fmt: skip
+        assert bool(table.forecast.servers_s) is copied
+
+
+def test_gradients_that_no_layer_bounds_are_looked_at() -> None:
+    """Each but those of dense layers (docs/reliability.md, G14)."""
+    (one,) = found("fashion-local", [1], "shards=1", check_s=1e-6, server_latency_s=0.0)
+    looked_at = [
+        len(tensor.range)
+        for tensor in tensors(experiment("fashion-local").network)
+        if not tensor.name.startswith("layers.6.")
+    ]
+    assert one.forecast.servers_s == pytest.approx(1e-6 * sum(looked_at))
 
 
 def test_figure_3_the_local_network_scales_further_than_the_dense_one() -> None:

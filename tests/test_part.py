@@ -74,6 +74,13 @@ def check_measured(parts: Parts, batch: Batch, expected: Measurement, *, dtype: 
             np.testing.assert_allclose(one.predicted, expected.predicted, **close)
 
 
+def check_bounds(parts: Parts, uncut: Uncut, *, gradient: Any, shares: Any) -> None:
+    """What the passes say that no element exceeds: finite, and true but for rounding."""
+    assert np.abs(gradient).max(initial=0) <= uncut.network.bound * (1 + 1e-5) < np.inf
+    for own, network in zip(shares_of(parts.cut, shares), parts.networks, strict=True):
+        assert np.abs(own).max(initial=0) <= network.bound * (1 + 1e-5) < np.inf
+
+
 def check_cut(cut: NetworkCut, *, n: int, seed: int, floats: bool, dtype: str) -> None:
     spec = cut.spec
     floats = floats and spec.loss != "softmax"
@@ -84,6 +91,7 @@ def check_cut(cut: NetworkCut, *, n: int, seed: int, floats: bool, dtype: str) -
         batch = make_batch(spec, rows, seed=seed, dtype=dtype, floats=floats)
         loss, gradient = uncut.gradient(batch)
         found, shares, ran = parts.gradient(batch, seed=seed)
+        check_bounds(parts, uncut, gradient=gradient, shares=shares)
         assert abs(found - loss) <= TOLERANCE[dtype] * abs(loss) + 10 * TOLERANCE[dtype]
         check_close(cut, shares, gradient, dtype=dtype)
         layers = range(len(spec.layers))
@@ -92,6 +100,30 @@ def check_cut(cut: NetworkCut, *, n: int, seed: int, floats: bool, dtype: str) -
         phases = {"states": states, "back": states, "sums": sums, "deltas": sums}
         assert {phase: ran.of_phase(phase) for phase in phases} == phases
     check_measured(parts, batch, uncut.measure(batch), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        Conv2dSpec(maps=3, kernel=3),
+        Local2dSpec(maps=3, kernel=3),
+        DenseSpec(units=8, cut="outputs"),
+        DenseSpec(units=8, cut="inputs"),
+    ],
+    ids=lambda spec: f"{spec.type} {getattr(spec, 'cut', '')}",
+)
+def test_each_layer_is_in_the_bound(first: Any) -> None:
+    """Where nearly all of the gradient is by one node of the first layer: its outputs are 0."""
+    spec = NetworkSpec(input=(6, 6, 2), layers=(first, DenseSpec(units=4)), loss="softmax")
+    cut = cut_network(spec, count=2)
+    parts, uncut = Parts(cut, batch_size=BATCH), Uncut(spec, batch_size=BATCH)
+    batch = make_batch(spec, BATCH)
+    batch.parameters[...] = 0
+    [weight] = [tensor for tensor in tensors(spec) if tensor.name == "layers.1.weight"]
+    batch.parameters[weight.range.slice()].reshape(weight.shape)[:, 0] = [1e6, 2e6, 3e6, 4e6]
+    _, gradient = uncut.gradient(batch)
+    _, shares, _ = parts.gradient(batch)
+    check_bounds(parts, uncut, gradient=gradient, shares=shares)
 
 
 @settings(max_examples=120, deadline=None)

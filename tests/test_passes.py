@@ -144,9 +144,11 @@ def test_numbers_that_are_not_finite_show_in_the_loss_and_warn_nobody() -> None:
     parameters, x, labels = made(spec, 5, dtype="float32")
     x[3, 2] = np.nan
     assert np.isnan(network.gradient(parameters, x, labels, out=np.empty_like(parameters)))
+    assert np.isnan(network.bound)
     x[3, 2] = 0
     huge = network.gradient(parameters * np.float32(1e30), x, labels, out=parameters)
     assert not np.isfinite(huge)
+    assert not network.bound < np.inf
 
 
 def test_another_length_dtype_or_too_many_rows_is_a_programming_error() -> None:

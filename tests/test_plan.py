@@ -25,6 +25,7 @@ from dbctl.plan import (
     make_evaluation_plan,
     make_plan,
 )
+from dbctl.region import Range
 from dbctl.run.dry import plan_lines
 from dbctl.shards import SHARD_ALIGN, ShardSpan, shard_spans
 from dbctl.wire import Position
@@ -76,6 +77,37 @@ def test_shards_cover_the_parameters_once_in_balance(n_parameters: int, shards: 
     assert min(sizes) > 0  # what would hold nothing is left out
     assert len(spans) == min(shards, -(-n_parameters // SHARD_ALIGN))
     assert max(sizes) - min(sizes) <= 2 * SHARD_ALIGN
+
+
+@given(
+    st.integers(1, 5000), st.integers(1, 40), st.lists(st.integers(0, 5000), max_size=6), st.data()
+)
+def test_a_cut_between_shards_is_where_a_partition_ends_if_one_does_close_by(
+    n_parameters: int, shards: int, ends: list[int], data: st.DataObject
+) -> None:
+    cuts = [0, *sorted(min(end, n_parameters) for end in ends), n_parameters]
+    partitions = [Range(*pair) for pair in pairwise(cuts)]
+    equal = shard_spans(n_parameters, shards)
+    spans = shard_spans(n_parameters, shards, partitions=partitions)
+    assert [span.node for span in spans] == [span.node for span in equal]
+    assert (spans[0].start, spans[-1].stop) == (0, n_parameters)
+    assert all(a.stop == b.start for a, b in pairwise(spans))
+    assert all(span.start < span.stop for span in spans)
+    near = n_parameters / len(spans) / 8
+    for span, other in zip(spans[1:], equal[1:], strict=True):
+        inside = (abs(cut - other.start) for cut in cuts if 0 < cut < n_parameters)
+        closest = min(inside, default=near + 1)
+        assert abs(span.start - other.start) == (closest if closest <= near else 0)
+
+
+def test_as_many_partitions_as_shards_talk_to_one_each() -> None:
+    """fashion-local's are of 532,997 parameters: equal slices of whole cache lines left 5 over."""
+    cut = load(str(FILE.with_name("fashion-local.yaml")), ["partition.count=2", "shards=2"])
+    plan = make_plan(cut, rows=100, test_rows=100, cores=2)
+    for partition in range(2):
+        span = plan.cut.span(partition)
+        alone = ShardSpan(f"shard-{partition}", span.start, span.stop)
+        assert plan.held_by(partition) == (alone,)
 
 
 def test_threads_are_the_cores_shared_out_or_what_was_said() -> None:

@@ -21,12 +21,13 @@ def verdict(
     gradient: list[float],
     *others: list[float],
     loss: float = 5.0,
+    bound: float = inf,
     say: tuple[float, ...] = (),
 ) -> tuple[list[float], Verdict]:
     """What partition 0 says, and what it finds when the others said `others`."""
     names = {p: f"worker-0.{p}" for p, _ in enumerate(others, start=1)}
     talk = Conversation(0, names, allocate=PlainBuffer, resend_s=0.25)
-    work = judge(BatchResult(loss, 7), np.array(gradient), talk, tensors=TENSORS, say=say)
+    work = judge(BatchResult(loss, 7, bound), np.array(gradient), talk, tensors=TENSORS, say=say)
     try:
         give = next(work)
         assert isinstance(give, Give)
@@ -42,6 +43,28 @@ def verdict(
 def test_a_whole_replica_judges_alone() -> None:
     assert verdict(GOOD, say=(4.0,)) == ([], Verdict(5.0, "", [[4.0]]))
     assert verdict(BAD)[1].bad == "layers.0.bias"
+
+
+@pytest.mark.parametrize("bound", [nan, inf, 1e200])
+def test_a_gradient_without_a_useful_bound_is_looked_at(bound: float) -> None:
+    assert verdict(BAD, bound=bound)[1].bad == "layers.0.bias"
+    assert verdict(GOOD, bound=bound)[1].bad == ""
+
+
+def test_a_gradient_whose_bound_is_small_is_not_looked_at() -> None:
+    """A pass over it more is a twentieth of a step; the shard looks (test_shard.py)."""
+    assert verdict(BAD, bound=1e9)[1].bad == ""
+    assert verdict(GOOD, bound=1e9, loss=nan)[1].bad == "the loss"
+
+
+def test_what_is_small_is_a_question_of_the_type() -> None:
+    """1e30 times the rounding of a long sum in float32 may be infinite; in float64 it is small."""
+    talk = Conversation(0, {}, allocate=PlainBuffer, resend_s=0.25)
+    for dtype, looked in (("float32", True), ("float64", False)):
+        work = judge(BatchResult(1.0, 1, 1e30), np.array(BAD, dtype), talk, tensors=TENSORS)
+        with pytest.raises(StopIteration) as ended:
+            next(work)
+        assert bool(ended.value.value.bad) is looked
 
 
 @pytest.mark.parametrize("loss", [nan, inf, -inf])

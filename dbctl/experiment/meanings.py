@@ -18,7 +18,8 @@ MEANINGS = {
     "partition": "how one replica is cut over processes",
     "replicas": "how many train at once",
     "min_replicas": "with fewer alive the run ends as failed",
-    "shards": "processes that hold the parameters",
+    "shards": "processes that hold the parameters: equal shares, or up to where a partition ends, "
+    "if that is less than an eighth off",
     "optimizer": "the method, the mini-batch and the rule of the updates",
     "stop": "whichever comes first",
     "evaluate": "when the test split is measured",

@@ -138,6 +138,11 @@ class SgdSpec:
     clip: Positive | None = None
     l2: Annotated[float, Ge(0)] = 0.0
 
+    @property
+    def client(self) -> DownpourSpec:
+        """What it is as Downpour: one replica that blocks at each step (docs/paper.md, A2)."""
+        return DownpourSpec(batch_size=self.batch_size, rule=self.rule, overlap=False)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DownpourSpec:
@@ -155,6 +160,11 @@ class DownpourSpec:
     max_lead: Count | None = None
     staleness_scaling: bool = False
     slots: Annotated[int, Ge(2), Le(16)] = 2
+
+    @property
+    def client(self) -> DownpourSpec:
+        """What its workers do."""
+        return self
 
 
 _LINE_SEARCH = LineSearchSpec()

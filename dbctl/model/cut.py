@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Literal
 
@@ -151,11 +151,16 @@ class NetworkCut:
 
     def span(self, partition: int) -> Range:
         """What a partition holds of the flat vector: one range."""
-        mine = self.pieces_of(partition)
-        if not mine:
-            before = [p.range.stop for p in self.pieces if p.partition < partition]
-            return Range(max(before, default=0), max(before, default=0))
-        return Range(mine[0].range.start, mine[-1].range.stop)
+        return self.spans[partition]
+
+    @cached_property
+    def spans(self) -> tuple[Range, ...]:
+        """What each partition holds: the flat vector is laid out one after the other."""
+        sizes = [0] * self.count
+        for piece in self.pieces:
+            sizes[piece.partition] += len(piece.range)
+        cuts = accumulate(sizes, initial=0)
+        return tuple(Range(*pair) for pair in pairwise(cuts))
 
     def owner_of_shared(self, layer: int) -> int | None:
         """Who holds a layer's weights that all partitions share; None if they are not shared."""

@@ -25,6 +25,7 @@ measures, lie unchanged until the next pass.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from dbctl.model.buffer import Buffer
 from dbctl.model.cut import NetworkCut
 from dbctl.model.exchange import Exchange, Give, Key, Take
+from dbctl.model.kernels.bounds import norm
 from dbctl.model.kernels.dense import Dense
 from dbctl.model.kernels.dense_inputs import DenseByInputs
 from dbctl.model.kernels.dropout import Dropout
@@ -77,6 +79,7 @@ class PartNetwork:
         self.dtype = np.dtype(dtype)
         self.span = cut.span(partition)
         self.input_box = cut.needs(0, partition)
+        self.bound = inf  # no element of the last gradient is larger
         self._batch_size = batch_size
         self._post = Post(outbox, batch_size=batch_size, dtype=dtype)
         self._layers = [
@@ -121,8 +124,8 @@ class PartNetwork:
         delta = self._deltas[-1].rows(x.shape[-1])
         np.copyto(delta, nodes[-1])
         loss_sum = yield from self._loss.gradient(delta, targets)
-        yield from self._backward(views, nodes, delta=delta, slots=slots)
-        yield from self._gather_shared(out)
+        bound = yield from self._backward(views, nodes, delta=delta, slots=slots)
+        self.bound = bound + (yield from self._gather_shared(out))
         return loss_sum
 
     def _measure(self, parameters: Array, x: Array, targets: Array) -> Pass:
@@ -239,12 +242,15 @@ class PartNetwork:
     def _backward(
         self, views: Tensors, nodes: Sequence[Array], *, delta: Array, slots: Tensors
     ) -> Pass:
+        """Returns a bound of the gradients by tensors that are not shared."""
+        bound = 0.0
         for index in reversed(range(len(self._layers))):
             layer, out, n = self._layers[index], nodes[index + 1], delta.shape[-1]
             if layer.by_inputs is not None:
-                delta = yield from self._split_sum(
+                delta, known = yield from self._split_sum(
                     index, views[index], out, delta=delta, slots=slots[index]
                 )
+                bound += known
                 continue
             dx = layer.dx.rows(n) if index else None
             gradients = slots[index] or (layer.shared.gradients if layer.shared else [])
@@ -252,15 +258,18 @@ class PartNetwork:
             if isinstance(kernel, Dense):
                 kernel.input_gradient(layer.weights, out, delta, dx=dx)
                 yield from self._give_back(index, dx)
-                kernel.weight_gradient(layer.x, delta, gradients)
+                bound += kernel.weight_gradient(layer.x, delta, gradients)
             elif kernel is not None:
-                kernel.backward(
+                known = kernel.backward(
                     layer.weights, layer.x, out, delta=delta, gradients=gradients, dx=dx
                 )
                 yield from self._give_back(index, dx)
+                if layer.shared is None:
+                    bound += sum(map(norm, gradients)) if known is None else known
             yield from self._give_shares(index)
             if index:
                 delta = yield from self._take_back(index, layer.dx.rows(n))
+        return bound
 
     def _give_back(self, index: int, dx: Array | None) -> Pass:
         """Gradients by inputs go to the owners of the inputs."""
@@ -295,42 +304,53 @@ class PartNetwork:
             yield self._post.send(key, (shared.owner,), shared.flat_gradients, rows=None)
 
     def _gather_shared(self, out: Array) -> Pass:
-        """The owner of shared weights adds up their gradients, from the last layer down."""
+        """The owner of shared weights adds up their gradients, from the last layer down.
+
+        Returns a bound of them.
+        """
+        bound = 0.0
         for index in reversed(range(len(self._layers))):
             shared = self._layers[index].shared
-            if shared is not None and shared.owner == self.partition and shared.users:
+            if shared is None or shared.owner != self.partition:
+                continue
+            own = out[shared.flat.slice()]
+            if shared.users:
                 taken = yield Take(Key("shares", index), shared.users)
-                own = out[shared.flat.slice()]
                 add_all(own, (taken[p] for p in shared.users), has_own=True)
+            bound += norm(own)
+        return bound
 
     def _split_sum(
         self, index: int, views: list[Array], out: Array, *, delta: Array, slots: list[Array]
     ) -> Pass:
-        """Backward of `_sum`: everybody needs the gradients by all sums."""
+        """Backward of `_sum`: everybody needs the gradients by all sums.
+
+        Returns the gradient by the inputs, and a bound of those by the tensors.
+        """
         layer, below = self._layers[index].by_inputs, self._layers[index].x
         assert layer is not None
-        key, n = Key("deltas", index), delta.shape[-1]
+        key, n, bound = Key("deltas", index), delta.shape[-1], 0.0
         if layer.has_outputs:
-            layer.pull_back(out, delta, d_bias=slots[-1])
+            bound += layer.pull_back(out, delta, d_bias=slots[-1])
             if layer.multipliers:
                 yield self._post.send(key, layer.multipliers, delta, rows=n)
         dx = self._deltas[index].rows(n)
         if not layer.has_inputs:
-            return dx
+            return dx, bound
         deltas = {}
         if layer.has_outputs:
             layer.put(delta, of=self.partition)
-            layer.weight_gradient(delta, below, of=self.partition, d_weight=slots[0])
+            bound += layer.weight_gradient(delta, below, of=self.partition, d_weight=slots[0])
         others = tuple(p for p in layer.units if p != self.partition)
         if others:
             deltas = yield Take(key, others)
         for p in others:
             units = deltas[p].reshape(-1, n)
             layer.put(units, of=p)
-            layer.weight_gradient(units, below, of=p, d_weight=slots[0])
+            bound += layer.weight_gradient(units, below, of=p, d_weight=slots[0])
         if index:
             layer.input_gradient(views[0], dx)
-        return dx
+        return dx, bound
 
 
 def _quiet(work: Pass) -> Pass:

@@ -13,13 +13,14 @@ are not finite raise nothing here: they show in the loss or the gradient, which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dbctl.model.buffer import Buffer
+from dbctl.model.kernels.bounds import norm
 from dbctl.model.kernels.conv2d import Conv2d
 from dbctl.model.kernels.dense import Dense
 from dbctl.model.kernels.dropout import Dropout
@@ -59,7 +60,8 @@ class Kernel(Protocol):
         delta: Array,
         gradients: Sequence[Array],
         dx: Array | None,
-    ) -> None: ...
+    ) -> float | None:
+        """Returns what no gradient by a tensor exceeds (kernels/bounds.py); None: look at them."""
 
 
 KERNELS: dict[str, type[Kernel]] = {
@@ -104,6 +106,7 @@ class Network:
         self.n_parameters = self.tensors[-1].range.stop
         self.batch_size = batch_size
         self.dtype = np.dtype(dtype)
+        self.bound = inf  # no element of the last gradient is larger
         self._input = shapes[0]
         self._layers = [
             KERNELS[layer.type](layer, inputs, Box.whole(nodes), batch_size=batch_size, dtype=dtype)
@@ -138,7 +141,7 @@ class Network:
             delta = self._deltas[-1].rows(x.shape[-1])
             np.copyto(delta, nodes[-1])
             loss_sum = loss_gradient(self._loss, delta, targets)
-            self._backward(views, nodes, delta=delta, gradients=self._views(out))
+            self.bound = self._backward(views, nodes, delta=delta, gradients=self._views(out))
         return loss_sum
 
     def outputs(self, parameters: Array, x: Array) -> Array:
@@ -195,14 +198,15 @@ class Network:
         *,
         delta: Array,
         gradients: list[list[Array]],
-    ) -> None:
-        """Downwards from `delta`, the gradient by the last layer's outputs."""
+    ) -> float:
+        """Downwards from `delta`, the gradient by the last layer's outputs. Returns a bound."""
+        bound = 0.0  # a sum, not the largest: of NaN and a number max() gives either
         for index in reversed(range(len(self._layers))):
             below = self._deltas[index - 1].rows(delta.shape[-1]) if index else None
             seen = self._seen[index]
             if below is not None and self._partial[index]:
                 below[...] = 0
-            self._layers[index].backward(
+            known = self._layers[index].backward(
                 parameters[index],
                 nodes[index][seen],
                 nodes[index + 1],
@@ -210,8 +214,10 @@ class Network:
                 gradients=gradients[index],
                 dx=None if below is None else below[seen],
             )
+            bound += sum(map(norm, gradients[index])) if known is None else known
             if below is not None:
                 delta = below
+        return bound
 
 
 def _ranks(z: Array, labels: Array) -> Array:

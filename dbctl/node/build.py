@@ -25,7 +25,6 @@ from dbctl.experiment.specs import (
     DownpourSpec,
     Experiment,
     SandblasterSpec,
-    SgdSpec,
     SourceSpec,
 )
 from dbctl.model.cut import NetworkCut, cut_network
@@ -97,7 +96,7 @@ def build_shard(
         "name": spec.node,
         "span": span,
         "decays": decays(cut, span, l2=optimizer.l2),
-        "partitions": [cut.span(p) for p in range(cut.count)],
+        "partitions": cut.spans,
         "term": TERM,
     }
     if isinstance(optimizer, SandblasterSpec):
@@ -199,11 +198,7 @@ def build_worker(
     )
     prepare(len(cut.span(spec.partition)), "float32")
     rule = optimizer.rule
-    # `type: sgd` is one replica that blocks at each step (docs/paper.md, A2).
-    if isinstance(optimizer, SgdSpec):
-        client = DownpourSpec(batch_size=optimizer.batch_size, rule=rule, overlap=False)
-    else:
-        client = optimizer
+    client = optimizer.client
     start = DownpourStart(
         gradient=gradient,
         shards=spec.shards,

@@ -82,6 +82,13 @@ class Share:
         own = box_of_rows(x, self._cut.spec.input, self._part.input_box)
         return (yield from self._part.gradient(parameters, own, targets, out=out, draw=draw))
 
+    @property
+    def bound(self) -> float:
+        """No element of the last gradient is larger."""
+        passes = self._part if self._whole is None else self._whole
+        assert passes is not None
+        return passes.bound
+
     def measure(self, parameters: Array, x: Array, targets: Array) -> Pass:
         """Returns a Measurement; its `loss_sum` is this partition's share."""
         if self._whole is not None:
@@ -119,7 +126,7 @@ class NetworkGradient:
         x, targets = self._batches.take(indices), self._rows.targets(indices)
         draw = Draw(self._seed, self._replica, at.step)
         loss = yield from self._share.gradient(parameters, x, targets, out=out, draw=draw)
-        return BatchResult(loss, len(indices))
+        return BatchResult(loss, len(indices), self._share.bound)
 
     def blemish(self) -> str:
         """What is not finite in the rows of the last mini-batch (Dataset.blemish)."""

@@ -66,7 +66,7 @@ class NetworkPortions:
         with np.errstate(all="ignore"):
             # Passes give the gradient of the mean; an infinite one is refused by the worker.
             np.multiply(out, out.dtype.type(len(indices)), out=out)
-        return BatchResult(loss, len(indices))
+        return BatchResult(loss, len(indices), self._share.bound * len(indices))
 
     def prefetch(self, sample: int, bundle: int) -> None:
         """Rows that lie close together are read ahead; a sparse sample is left to the kernel."""

@@ -114,10 +114,14 @@ class Role(Protocol):
 
 
 class BatchResult(NamedTuple):
-    """One mini-batch: the sum of its rows' losses, and how many rows it had."""
+    """One mini-batch: the sum of its rows' losses, and how many rows it had.
+
+    `bound`: no element of the gradient is larger; infinite or NaN where that is not known.
+    """
 
     loss_sum: float
     rows: int
+    bound: float = inf
 
 
 class Gradient(Protocol):

@@ -54,7 +54,7 @@ class Downpour:
             rate=start.rate,
             later=start.n_push > 1,
             read_own=start.overlap,
-            in_place=start.sole and not (start.overlap or start.partners) and start.n_fetch == 1,
+            in_place=start.sole and not start.overlap and start.n_fetch == 1,
             allocate=allocate,
             resend_s=resend_s,
         )

@@ -190,10 +190,10 @@ def files_needed(plan: Plan, *, host: str = LOCALHOST) -> tuple[str, int]:
             of_shard[span.node] += SHARD_FILES_A_READER
     optimizer = plan.experiment.optimizer
     if isinstance(optimizer, SandblasterSpec):
-        for span in plan.shards:
-            held = Range(span.start, span.stop)
-            slices = sum(bool(plan.cut.span(p).intersection(held)) for p in range(plan.cut.count))
-            of_shard[span.node] += slices * method_vectors(optimizer)
+        for shard in plan.shards:
+            held = Range(shard.start, shard.stop)
+            slices = sum(bool(span.intersection(held)) for span in plan.cut.spans)
+            of_shard[shard.node] += slices * method_vectors(optimizer)
     found |= of_shard
     here.add(agent)
     most = max((name for name in found if name in here), key=lambda name: found[name])

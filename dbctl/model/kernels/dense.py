@@ -4,7 +4,8 @@ Rules of this package: one class a layer family, with the same four members (`in
 `forward`, `backward`); arrays are C-contiguous, batch innermost; results go where the caller says;
 nothing of the size of a product is allocated in a step. Where the gradient by the inputs costs
 nothing extra when it is computed first, `backward` is two members, `input_gradient` and then
-`weight_gradient`: a partition gives the one to others while it computes the other.
+`weight_gradient`: a partition gives the one to others while it computes the other. Where it is
+known at no cost, `backward` returns a bound of the gradients by tensors (bounds.py).
 
 Theory of operation, with W (units, inputs), x (inputs, batch), y (units, batch):
 
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dbctl.model.activations import ACTIVATIONS
+from dbctl.model.kernels.bounds import product_bound
 from dbctl.model.layers.dense import DenseSpec
 from dbctl.region import Box
 
@@ -61,13 +63,13 @@ class Dense:
         delta: Array,
         gradients: Sequence[Array],
         dx: Array | None,
-    ) -> None:
+    ) -> float:
         """Writes the gradients by weight and bias, and by `x` unless `dx` is None (first layer).
 
         `out` is what `forward` wrote and `delta` (units, n) the gradient by it; both are destroyed.
         """
         self.input_gradient(parameters, out, delta, dx=dx)
-        self.weight_gradient(x, delta, gradients)
+        return self.weight_gradient(x, delta, gradients)
 
     def input_gradient(
         self, parameters: Sequence[Array], out: Array, delta: Array, *, dx: Array | None
@@ -77,11 +79,12 @@ class Dense:
         if dx is not None:
             np.matmul(parameters[0].T, delta, out=_flat(dx))
 
-    def weight_gradient(self, x: Array, delta: Array, gradients: Sequence[Array]) -> None:
-        """The second half: writes the gradients by weight and bias."""
+    def weight_gradient(self, x: Array, delta: Array, gradients: Sequence[Array]) -> float:
+        """The second half: writes the gradients by weight and bias. Returns their bound."""
         d_weight, d_bias = gradients
         np.matmul(delta, _flat(x).T, out=d_weight)
         np.matmul(delta, self._ones[: delta.shape[-1]], out=d_bias)
+        return product_bound(delta, x)
 
 
 def _flat(x: Array) -> Array:

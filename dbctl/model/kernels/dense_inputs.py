@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from dbctl.model.activations import ACTIVATIONS
 from dbctl.model.buffer import Buffer
+from dbctl.model.kernels.bounds import product_bound
 from dbctl.model.layers.dense import DenseSpec
 from dbctl.region import Box
 
@@ -61,19 +62,28 @@ class DenseByInputs:
         np.add(z, bias[:, None], out=z)
         self._activation.apply(z)
 
-    def pull_back(self, out: Array, delta: Array, *, d_bias: Array) -> None:
-        """Turns the gradient by y in `delta` into that by z; `out` is destroyed."""
+    def pull_back(self, out: Array, delta: Array, *, d_bias: Array) -> float:
+        """Turns the gradient by y in `delta` into that by z; `out` is destroyed.
+
+        Returns a bound of the gradient by the bias, which it writes.
+        """
         self._activation.pull_back(out, delta, self._mask.rows(delta.shape[-1]))
-        np.matmul(delta, self._ones[: delta.shape[-1]], out=d_bias)
+        ones = self._ones[: delta.shape[-1]]
+        np.matmul(delta, ones, out=d_bias)
+        return product_bound(delta, ones)
 
     def put(self, delta: Array, *, of: int) -> None:
         """Files the gradient by z of the outputs of partition `of`: (its units, n)."""
         n = delta.shape[-1]
         np.copyto(self._deltas.rows(n)[self.units[of]], delta)
 
-    def weight_gradient(self, delta: Array, x: Array, *, of: int, d_weight: Array) -> None:
-        """Writes the rows of the gradient by W_p that belong to the outputs of `of`."""
+    def weight_gradient(self, delta: Array, x: Array, *, of: int, d_weight: Array) -> float:
+        """Writes the rows of the gradient by W_p that belong to the outputs of `of`.
+
+        Returns a bound of them.
+        """
         np.matmul(delta, _flat(x).T, out=d_weight[self.units[of]])
+        return product_bound(delta, x)
 
     def input_gradient(self, weight: Array, dx: Array) -> None:
         """Writes the gradient by x_p, once all of the gradient by z is filed."""
