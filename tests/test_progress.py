@@ -299,6 +299,7 @@ def test_json_lines_end_with_finished_and_hold_the_promised_keys() -> None:
         "train_loss": 0.01,
         "test_loss": None,
         "test_accuracy": 0.9722,
+        "error": None,
         "notes": [],
     }
     assert err.getvalue() == ""

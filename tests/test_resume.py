@@ -31,6 +31,7 @@ from dbctl.experiment.read import load, parse
 from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment, StopSpec
 from dbctl.launch.inproc import Faults
+from dbctl.metrics import read_metrics
 from dbctl.plan import make_plan
 from dbctl.progress.display import make_display
 from dbctl.progress.text import counted
@@ -520,6 +521,24 @@ def test_where_logs_lie_that_nobody_hears_of(
     notes = " · ".join(run.end(Done(status), error=error).notes)
     left = ", ".join(f"{host}/{run.life.run_id}" for host in hosts)
     assert notes.partition(LEFT)[2] == left
+
+
+def test_why_a_run_failed_is_in_its_last_record_too(tmp_path: Path) -> None:
+    """For scripts: as `dbctl status` says it."""
+    run_dir, run = begin(TEXT, tmp_path / "r")
+    done = run.run()
+
+    def last(done: Done, error: DbctlError | None = None) -> tuple[Any, ...]:
+        summary = run.end(done, error=error)
+        record = list(read_metrics(run_dir.metrics))[-1]
+        assert record["event"] == "finished"
+        return (summary.error, record["error"], run_dir.read_status()["reason"])
+
+    assert last(done) == (None,) * 3
+    assert last(Done("failed", "no replica is left")) == ("no replica is left",) * 3
+    died = LaunchError("shard-0", "was killed", host="b", log_tail="its words")
+    assert last(Done("failed"), died) == ("shard-0 on b was killed",) * 3
+    assert last(Done("interrupted", "stopped at once")) == (None,) * 3
 
 
 @pytest.mark.parametrize("n_push", [1, 7])

@@ -61,7 +61,8 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The end of a run; None: not measured. `notes` are what the last line must say besides.
+    """The end of a run; None: not measured. `notes` are what the last line must say besides,
+    `error` is why it failed.
 
     Steps, epochs, examples and seconds are of all `lives`; `life_examples`, `life_seconds` and the
     rate of the last one.
@@ -80,6 +81,7 @@ class Summary:
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
+    error: str | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -253,9 +253,11 @@ class Life:
     def _finish(self, records: RunRecords, nodes: Nodes, outcome: Outcome) -> int:
         now, figures = time.monotonic(), self.coordinator.figures
         summary = figures.summary(now)
-        records.append("finished", status=outcome.status, reason=outcome.reason, **summary)
         error = _error(outcome)
-        cause = "" if error is None else str(error).partition("\n")[0]
+        cause = None if error is None else str(error).partition("\n")[0]
+        records.append(
+            "finished", status=outcome.status, reason=outcome.reason, error=cause, **summary
+        )
         records.write_status(now, nodes, outcome.status, reason=cause)
         if error is not None:
             self.display.event("error", f"dbctl: error: {error}", {"message": str(error)})
@@ -266,6 +268,7 @@ class Life:
             Summary(
                 run_dir=str(self.run_dir.path),
                 status=outcome.status,
+                error=cause,
                 notes=notes,
                 lives=self.lives,
                 life_examples=figures.examples - self.origin.examples,

@@ -155,13 +155,15 @@ class RunRecords:
             replicas=figures.n_replicas,
         )
 
-    def write_status(self, now: float, nodes: Nodes, state: str, *, reason: str = "") -> None:
+    def write_status(
+        self, now: float, nodes: Nodes, state: str, *, reason: str | None = None
+    ) -> None:
         """Replaces status.json; `reason`: why the run failed."""
         figures = self._coordinator.figures
         status = {
             "run": self._run,
             "state": state,
-            "reason": reason or None,
+            "reason": reason,
             **figures.summary(now),
             "staleness": figures.staleness(),
             "refused": figures.refused(),
