@@ -291,6 +291,28 @@ def test_several_hosts_are_to_reach_each_other() -> None:
     assert not asked_of(MEMBERS[:1], {}, {}).reach
 
 
+@pytest.mark.parametrize("command", ["doctor", "launch-cluster"])
+def test_no_ssh_here_is_one_fault_of_all_hosts(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    hosts = [{"name": name, "address": "127.0.0.1"} for name in "ab"]
+    (tmp_path / "hosts.yaml").write_text(json.dumps({"version": 1, "hosts": hosts}))
+    status = main([command, str(tmp_path / "hosts.yaml")])
+    out, err = capsys.readouterr()
+    said = (out if command == "doctor" else err).splitlines()
+    assert status == (1 if command == "doctor" else 3)
+    assert [line.strip() for line in said[-3:]] == [
+        "a  ssh  ssh could not be started: it is not found in PATH here",
+        "also: b",
+        "do: install OpenSSH's client, or put the directory that it is in into PATH",
+    ]
+
+
 # ----------------------------------------------------------------------------------- the doctor
 
 

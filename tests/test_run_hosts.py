@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dbctl.errors import PlanError
+from dbctl.errors import LaunchError, PlanError
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.local import LocalLauncher
 from dbctl.launch.ssh_words import errand, ssh_command
@@ -100,6 +100,16 @@ def test_a_host_without_an_address_is_told_before_a_directory_is_made(tmp_path: 
     nowhere = TWO.replace("name: b,", "name: b, address: no.such.host.invalid,")
     with pytest.raises(PlanError, match=r"host b: no address of no\.such\.host\.invalid is known"):
         train(FILE, [nowhere], run_dir=str(tmp_path / "run"), display=SilentDisplay())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_ssh_here_is_told_before_a_directory_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for cluster in (ONE, TWO):
+        with pytest.raises(LaunchError, match="ssh could not be started: it is not found in PATH"):
+            train(FILE, [cluster], run_dir=str(tmp_path / "run"), display=SilentDisplay())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,17 +28,18 @@ from typing import IO, Any
 
 from msgspec import Struct
 
-from dbctl.errors import LaunchError
+from dbctl.errors import LaunchError, reason
 from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import NotReady, SaidLine, ending
 from dbctl.launch.ssh_words import (
     CLUSTER_STOPPED,
+    NO_SSH,
     SSH_FAILED,
     again_after_s,
     closed_early,
     diagnose,
 )
-from dbctl.process import one_line, signals_held, tail
+from dbctl.process import signals_held, tail
 
 LOOK_S = 0.25
 ENDING_LOOK_S = 0.02
@@ -120,10 +121,17 @@ class Talk:
                     bufsize=0,
                 )
         except OSError as error:
-            self.error = self.failed(f"ssh could not be started: {one_line(error)}")
+            self.error = self._not_started(error)
             return
         if isinstance(self._text, str):
             self._tell(self._text)
+
+    def _not_started(self, error: OSError) -> LaunchError:
+        if isinstance(error, FileNotFoundError) and error.filename == self._words[0]:
+            what, do = NO_SSH
+            text = f"ssh {what}"
+            return LaunchError(self.name, text, about="ssh", cure=do, host=self.host.name)
+        return self.failed(f"ssh could not be started: {reason(error)}")
 
     def _tell(self, text: str) -> None:
         assert self.process is not None

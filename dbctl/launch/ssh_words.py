@@ -28,6 +28,11 @@ NO_PROGRAM = (126, 127)
 CLUSTER_STOPPED = "its cluster was stopped"
 # What a host is told to be at fault at that ssh did not get as far as.
 NOT_REACHED = ("name", "network", "port", "host key", "ssh")
+# Of this machine, not of a host: (what is wrong with ssh, what to do).
+NO_SSH = (
+    "could not be started: it is not found in PATH here",
+    "install OpenSSH's client, or put the directory that it is in into PATH",
+)
 RETRY_FIRST_S = 0.25
 RETRY_MOST_S = 4.0
 OPTIONS = (

@@ -13,6 +13,7 @@ refused unless every host is this machine: each would reach itself there.
 from __future__ import annotations
 
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +21,13 @@ from ipaddress import ip_address
 from pathlib import Path
 from threading import Thread
 
-from dbctl.errors import PlanError, reason
+from dbctl.errors import LaunchError, PlanError, reason
 from dbctl.experiment.specs import HostSpec, SshCluster
 from dbctl.launch.base import Launcher
 from dbctl.launch.local import LocalLauncher
 from dbctl.launch.ssh import SshLauncher
 from dbctl.launch.ssh_name import name_of
-from dbctl.launch.ssh_words import NOWHERE, Standing, errand, ssh_command
+from dbctl.launch.ssh_words import NO_SSH, NOWHERE, Standing, errand, ssh_command
 from dbctl.plan import Plan
 from dbctl.run.findings import Needs
 from dbctl.run.preflight import Preflight, asked_of
@@ -50,8 +51,12 @@ def wire(plan: Plan) -> Wiring:
     """Which nodes share a host, and where hosts reach each other.
 
     PlanError: a host whose address nobody here knows, or that only it can reach itself at.
+    LaunchError: there is no ssh here, which may know those addresses and leads to the hosts.
     """
     hosts = [host for _, host in members(plan)]
+    if hosts and shutil.which("ssh") is None:
+        what, do = NO_SSH
+        raise LaunchError("ssh", what, about="ssh", cure=do)
     return wired(plan, addresses(hosts) if len(hosts) > 1 else {})
 
 
