@@ -32,6 +32,7 @@ from dbctl.progress.display import Display
 from dbctl.progress.text import Summary, counted
 from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.clusters import Cluster, overrides_on, standing_on
+from dbctl.run.doubts import fewer_shards
 from dbctl.run.find import find
 from dbctl.run.hosts import wire
 from dbctl.run.life import EXIT_CODES, Life, gave_up
@@ -172,7 +173,7 @@ def prepare(
         keep_statistics(experiment, train, run_dir, between=between)
     plan = plan_of(experiment, train, test, between=between)
     wiring = wire(plan)
-    warnings = [*warnings, *check_room(plan, train, test)]
+    warnings = [*warnings, *fewer_shards(plan), *check_room(plan, train, test)]
     manifest = checkpoint.manifest
     positions, again = beginnings(manifest, plan)
     origin = Origin(
