@@ -50,6 +50,24 @@ def test_nothing_is_doubted_of_a_plain_file(file: str, capsys: pytest.CaptureFix
     assert dry(file, capsys, "shards=20") == []
 
 
+@pytest.mark.parametrize(
+    ("train", "test"), [("0.0625", "null"), ("null", "0.0625"), ("0.0625", "0.625")]
+)
+def test_splits_that_are_scaled_otherwise(
+    train: str, test: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`standardize` of one split only is an error (tests/test_experiment.py)."""
+    overrides = [f"data.train.scale={train}", f"data.test.scale={test}"]
+    train, test = (scale.replace("null", "not given") for scale in (train, test))
+    doubt = f"data.train.scale is {train} and data.test.scale {test}: give both the same, unless"
+    [said] = told(file, *overrides)
+    assert said == f"{doubt} what is stored differs so"
+    assert dry(file, capsys, *overrides) == [f"warning: {said}"]
+    assert main(["validate", file, *(f"--set={override}" for override in overrides)]) == 0
+    assert capsys.readouterr().err == f"warning: {said}\n"
+    assert told(file, *overrides, "data.test=null") == []
+
+
 def test_fewer_shards_than_asked_for(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(file, "shards=400") == [FEWER]
     assert dry(file, capsys, "shards=400") == [f"warning: {FEWER}"]

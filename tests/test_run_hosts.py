@@ -65,7 +65,7 @@ def test_the_commands_are_those_of_the_launcher() -> None:
 def test_what_is_sent_is_told(tmp_path: Path) -> None:
     rows = "\n".join(",".join(["1"] * 64 + [str(i % 10)]) for i in range(30))
     (tmp_path / "d.csv").write_text(rows)
-    source = f"{{source: csv, path: {tmp_path}/d.csv, label: 64, ship: true}}"
+    source = f"{{source: csv, path: {tmp_path}/d.csv, label: 64, scale: 0.0625, ship: true}}"
     data = [f"data.train={source}", "replicas=2", "evaluate.every=1 epoch"]
     text = lines(TWO, *data)
     said = sorted(line.strip() for line in text if "is sent" in line)

@@ -16,6 +16,7 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
     """Check an experiment file: one line if it is good, else every problem and exit status 2."""
     from dbctl.experiment.read import load
     from dbctl.progress.text import counted
+    from dbctl.run.doubts import unlike_splits
 
     experiment = load(file, overrides)
     what = f"{experiment.optimizer.type}, {counted(len(experiment.network.layers), 'layer')}"
@@ -23,6 +24,8 @@ def validate(file: str, overrides: tuple[str, ...]) -> None:
     sizes = f"{replicas}, {counted(experiment.shards, 'shard')}"
     data = "its data are looked at by `dbctl train --dry-run`"
     click.echo(escape_line(f"{file}: ok: {experiment.name}: {what}, {sizes}; {data}"))
+    for doubt in unlike_splits(experiment):
+        warn_absent(doubt)
     if experiment.initialize_from is not None:
         from dbctl.run.initial_run import absent
 

@@ -9,10 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dbctl.experiment.specs import Experiment
 from dbctl.shards import SHARD_ALIGN
 
 if TYPE_CHECKING:
     from dbctl.plan import Plan
+
+
+def unlike_splits(experiment: Experiment) -> Iterator[str]:
+    """Test rows that are scaled otherwise than those trained on; `standardize` is never unlike."""
+    train, test = experiment.data.train, experiment.data.test
+    if test is not None and train.scale != test.scale:
+        yield (
+            f"data.train.scale is {_shown(train.scale)} and data.test.scale {_shown(test.scale)}: "
+            "give both the same, unless what is stored differs so"
+        )
+
+
+def _shown(scale: float | None) -> str:
+    return "not given" if scale is None else f"{scale:g}"
 
 
 def fewer_shards(plan: Plan) -> Iterator[str]:

@@ -22,7 +22,7 @@ from dbctl.plan import Plan
 from dbctl.progress.display import Display
 from dbctl.run.bootstrap import bootstrapped
 from dbctl.run.clusters import Cluster, overrides_on, standing_on
-from dbctl.run.doubts import fewer_shards
+from dbctl.run.doubts import fewer_shards, unlike_splits
 from dbctl.run.hosts import wire
 from dbctl.run.initial_run import absent, settle
 from dbctl.run.life import EXIT_CODES, Life, gave_up
@@ -82,7 +82,8 @@ def prepare(
     else:
         experiment, initial = _settled(experiment, path, overrides, warn=warn)
     plan = plan_of(experiment, train, test, between=between)
-    for warning in (*fewer_shards(plan), *check_room(plan, train, test)):
+    doubts = (*unlike_splits(experiment), *fewer_shards(plan))
+    for warning in (*doubts, *check_room(plan, train, test)):
         warn(warning)
     check_new(Path(run_dir) if run_dir else None, experiment.name)
     return Beginning(plan=plan, train=train, test=test, initial=initial)
