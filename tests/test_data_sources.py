@@ -229,6 +229,29 @@ def test_check_of_targets(tmp_path: Path) -> None:
             check(source, network(units=2, loss=loss))
 
 
+@pytest.mark.parametrize("column", [0, 2])
+@pytest.mark.parametrize("label", ["1.0", "1.5", '"1."', "1e0"])
+def test_the_label_that_makes_float_targets_is_told(
+    column: int, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its line in the file, whichever block that is in; as targets it is fine."""
+    monkeypatch.setattr("dbctl.data.csv_file.BLOCK_BYTES", 12)
+    rows = [["5", "6"] for _ in range(5)]
+    for row, y in zip(rows, ["0", "1", "0", label, "2.5"], strict=True):
+        row.insert(column, y)
+    head = ["a", "b"]
+    head.insert(column, "kind")
+    text = "\n\n".join(",".join(row) for row in [head, *rows])
+    source = open_source(write_csv(tmp_path, text, "kind"))
+    with pytest.raises(DataError) as caught:
+        check(source, network(features=2, units=3))
+    assert str(caught.value) == (
+        f"{source.path}: line 9, column {column} (from 0): {label!r} makes float targets, but loss "
+        "softmax takes whole-number labels; store them as integers, or use loss: squared"
+    )
+    check(source, network(features=2, units=1, loss="squared"))
+
+
 def test_labels_beyond_int64(tmp_path: Path) -> None:
     source = open_source(write_npy(tmp_path, X, np.full(5, 2**64 - 1, np.uint64)))
     with pytest.raises(DataError, match=re.escape(f"label {2**63 - 1}")):

@@ -28,11 +28,14 @@ Line = tuple[int, str]  # its number from 1, and its text without the end
 
 
 class Table(NamedTuple):
-    """x float64 (rows, features); y float64 (rows,); `whole`: labels written without point."""
+    """x float64 (rows, features); y float64 (rows,).
+
+    `not_whole`: the first label that is written otherwise than as a whole number; "": none is.
+    """
 
     x: Array
     y: Array
-    whole: bool
+    not_whole: str
 
 
 def read_csv(path: str, key: str, *, label: str | int, limit: int | None) -> Table:
@@ -52,7 +55,7 @@ def read_csv(path: str, key: str, *, label: str | int, limit: int | None) -> Tab
             first = first[1:]
         xs: list[Array] = []
         ys: list[Array] = []
-        whole = True
+        not_whole = ""
         n = 0
         while first is not None and (limit is None or n < limit):
             lines = first if limit is None else first[: limit - n]
@@ -60,12 +63,12 @@ def read_csv(path: str, key: str, *, label: str | int, limit: int | None) -> Tab
                 block = _parse(path, lines, n_columns=len(names), label=column)
                 xs.append(np.delete(block, column, axis=1))
                 ys.append(block[:, column].copy())
-                whole = whole and _written_whole(lines, block[:, column], column)
+                not_whole = not_whole or _not_whole(lines, column)
                 n += len(lines)
             first = next(blocks, None)
     if not n:
         raise DataError(path, "empty: expected a line of numbers a row, found only a header line")
-    return Table(np.concatenate(xs), np.concatenate(ys), whole)
+    return Table(np.concatenate(xs), np.concatenate(ys), not_whole)
 
 
 def _names(path: str, line: str) -> list[str]:
@@ -188,12 +191,13 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _written_whole(lines: list[Line], values: Array, column: int) -> bool:
-    """Whether the label column reads 3 and not 3.0: a point makes it a column of float targets."""
-    if not np.all(values == np.floor(values)):
-        return False
+def _not_whole(lines: list[Line], column: int) -> str:
+    """The first label that reads 3.0 and not 3: a point makes it a column of float targets."""
     if lines[0][1].count(",") == column:  # the last column, as is usual: no need to cut the line up
         fields = (text[text.rfind(",") + 1 :] for _, text in lines)
     else:
         fields = (text.split(",", column + 1)[column] for _, text in lines)
-    return all(field.strip().strip('"').strip().lstrip("+-").isdigit() for field in fields)
+    for (number, _), field in zip(lines, fields, strict=True):
+        if not field.strip().strip('"').strip().lstrip("+-").isdigit():
+            return f"line {number}, column {column} (from 0): {shown(field.strip())}"
+    return ""

@@ -51,6 +51,7 @@ class Source:
     y: labels, int64 (rows,), or targets, floats (rows, outputs), maybe mapped.
     shape: of one row as the file has it, such as (28, 28). path: for messages.
     y_extent: where y is in a file, if it is mapped. y_path: for messages, where y has its own file.
+    not_whole: for messages, the first label of a csv file that makes y targets.
     """
 
     path: str
@@ -59,6 +60,7 @@ class Source:
     shape: tuple[int, ...]
     y_extent: Extent | None = None
     y_path: str = ""
+    not_whole: str = ""
 
     @property
     def rows(self) -> int:
@@ -119,9 +121,9 @@ def _open_digits(spec: DigitsSource) -> Source:
 def _open_csv(spec: CsvSource) -> Source:
     table = read_csv(spec.path, "data.*.path", label=spec.label, limit=spec.rows)
     _used(spec.path, len(table.y), spec.rows)
-    y = table.y.astype(np.int64) if table.whole else table.y[:, None]
+    y = table.y[:, None] if table.not_whole else table.y.astype(np.int64)
     _check_values(spec.path, y)
-    return Source(spec.path, ArrayRows(table.x), y, table.x.shape[1:])
+    return Source(spec.path, ArrayRows(table.x), y, table.x.shape[1:], not_whole=table.not_whole)
 
 
 def _join(x: Stored, y: Stored, limit: int | None) -> Source:
@@ -195,9 +197,10 @@ def check(
     if source.kind == "labels":
         _check_labels(source, units)
     elif network.loss != "squared":
+        found = f"{source.not_whole} makes" if source.not_whole else "has"
         raise DataError(
             source.y_path or source.path,
-            f"has float targets, but loss {network.loss} takes whole-number labels; "
+            f"{found} float targets, but loss {network.loss} takes whole-number labels; "
             f"store them as integers, or use loss: squared",
         )
     elif source.y.shape[1] != units:
