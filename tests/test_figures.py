@@ -111,6 +111,18 @@ def test_the_rate_shown_is_that_of_the_last_seconds() -> None:
     assert figures.examples_per_second(RATE_WINDOW_S + 1) == 100
 
 
+def test_there_is_no_rate_before_the_first_example_of_this_life() -> None:
+    """Workers report from the first second on; "0 examples/s" said the run stood still."""
+    figures = make(examples=5000, seconds=60.0)
+    figures.begin(0.0)
+    for now in (0.5, 1.0, 3.0):
+        figures.report(now, 0, report(examples=0))
+        assert figures.examples_per_second(now) is None
+        assert figures.summary(now)["examples_per_second"] is None
+    figures.report(4.0, 0, report(1, examples=12))
+    assert figures.examples_per_second(4.0) == figures.mean_examples_per_second(4.0) == 12 / 4.0
+
+
 def test_the_first_record_makes_no_rate_of_its_moment() -> None:
     """Two reports a millisecond apart once said 3 million examples a second."""
     figures = make(examples=5000)

@@ -226,10 +226,10 @@ def test_what_was_not_measured_is_left_out_and_a_lost_replica_is_told() -> None:
     display, _, err, _ = make_lines()
     display.progress(
         Snapshot(
-            steps=0, epochs=0.0, examples=0, examples_per_second=0.0, replicas_live=1, replicas=2
+            steps=0, epochs=0.0, examples=0, examples_per_second=None, replicas_live=1, replicas=2
         )
     )
-    assert err.getvalue() == "epoch 0.00  step 0  loss -  0 examples/s  1 of 2 replicas\n"
+    assert err.getvalue() == "epoch 0.00  step 0  loss -  1 of 2 replicas\n"
     summary = Summary(
         run_dir="r", status="failed", steps=0, epochs=0, examples=0, seconds=0, notes=("a\nb",)
     )

@@ -13,6 +13,7 @@ from dbctl.progress.display import make_display
 from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.figures import Part
+from dbctl.run.nodes import Nodes
 from dbctl.run.records import RunRecords
 from dbctl.rundir import RunDir, create
 from dbctl.wire import Exited
@@ -52,6 +53,16 @@ def test_a_death_is_told_with_the_last_word_of_its_log(
     assert said in err.getvalue()
     assert bool(err.getvalue()) == bool(said)
     assert "incarnation" not in err.getvalue()
+
+
+def test_before_the_first_example_no_rate_is_shown(tmp_path: Path) -> None:
+    err = io.StringIO()
+    with create(tmp_path / "r", "x") as run_dir:
+        records = records_in(run_dir, err)
+        records.tick(0.0, Nodes({}, lease_s=1.0))
+        records.close()
+        assert run_dir.read_status()["examples_per_second"] is None
+    assert err.getvalue() == "epoch 0.00  step 0/1  loss -\n"
 
 
 def test_a_test_loss_after_a_training_that_diverged_is_no_news(

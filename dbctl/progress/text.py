@@ -40,7 +40,7 @@ class Snapshot:
     gradient_norm: float | None = None  # batch methods
     test_accuracy: float | None = None
     examples: int
-    examples_per_second: float
+    examples_per_second: float | None = None
     staleness_mean: float | None = None
     fetch_wait_share: float | None = None
     replicas_live: int
@@ -135,7 +135,8 @@ def _figures(snapshot: Snapshot, *, short: bool) -> list[tuple[int, str]]:
     if s.test_accuracy is not None:
         share = _percent(s.test_accuracy, 1 if short else 2)
         parts.append((2, f"{accuracy} {share.replace(' ', '') if short else share}"))
-    parts.append((3, f"{s.examples_per_second:,.0f} {speed}"))
+    if s.examples_per_second is not None:
+        parts.append((3, f"{s.examples_per_second:,.0f} {speed}"))
     if s.staleness_mean is not None:
         parts.append((4, f"{stale} {s.staleness_mean:.2f}"))
     if s.fetch_wait_share is not None:

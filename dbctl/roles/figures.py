@@ -169,16 +169,23 @@ class Figures:
         return not isfinite(loss) or (first is not None and loss > DIVERGED_FACTOR * first)
 
     def examples_per_second(self, now: float) -> float | None:
-        """Over the last seconds, for display."""
-        if len(self._window) < 2:
+        """Over the last seconds, for display; None before the first example of this life."""
+        if len(self._window) < 2 or not self._new_examples:
             return None
         (since, before), (until, after) = self._window[0], self._window[-1]
         return (after - before) / (until - since) if until - since >= RATE_MIN_S else None
 
     def mean_examples_per_second(self, now: float) -> float | None:
-        """Over this life of the run, from the first grant to the last acknowledgement."""
-        seconds = self.seconds(now) - self._seconds_before
-        return (self.examples - self._examples_before) / seconds if seconds > 0 else None
+        """Over this life of the run, from the first grant to the last acknowledgement; None before
+        its first example.
+        """
+        seconds, done = self.seconds(now) - self._seconds_before, self._new_examples
+        return done / seconds if done and seconds > 0 else None
+
+    @property
+    def _new_examples(self) -> int:
+        """Of this life."""
+        return self.examples - self._examples_before
 
     def staleness(self) -> dict[int, int]:
         """How many pushes had each staleness, all shards and replicas together."""

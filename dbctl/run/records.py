@@ -148,7 +148,7 @@ class RunRecords:
             gradient_norm=figures.gradient_norm,
             test_accuracy=figures.test_accuracy,
             examples=figures.examples,
-            examples_per_second=figures.examples_per_second(now) or 0.0,
+            examples_per_second=figures.examples_per_second(now),
             staleness_mean=figures.mean_staleness(),
             fetch_wait_share=figures.fetch_wait_share(),
             replicas_live=figures.n_replicas - len(figures.dead),
