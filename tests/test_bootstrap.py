@@ -262,6 +262,31 @@ def test_a_work_directory_that_cannot_be_made_is_told(there: There) -> None:
     assert (answer["cure"], asked) == ("give it another `workdir`", "")
 
 
+@pytest.mark.parametrize(
+    ("inodes", "fault", "cure"),
+    [
+        (4, "cannot make a virtual environment", "install its package python3-venv"),
+        (8, "pip could not install dbctl", "pip there must reach its index of packages"),
+    ],
+)
+def test_a_disk_with_few_inodes_is_told(there: There, inodes: int, fault: str, cure: str) -> None:
+    """And not only that a package is missing there, or an index: bytes there are enough."""
+    if os.geteuid():
+        pytest.skip("mounting needs root")
+    there.workdir.mkdir()
+    (there.home / "offline").touch()  # pip's own words are not known here
+    options = f"size=900m,nr_inodes={inodes}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", there.workdir], check=True)
+    try:
+        answer, _ = there.install()
+    finally:
+        subprocess.run(["umount", "--lazy", there.workdir], check=True)
+    left = re.escape(f"inodes are left in {there.workdir}")
+    said = str(answer["fault"])
+    assert re.fullmatch(rf"{fault}: no more than \d{{3}} MiB and [01] {left}", said)
+    assert answer["cure"] == f"make room there, or give it another `workdir`; else {cure}"
+
+
 def test_a_lock_that_nobody_lets_go_of_is_told(there: There) -> None:
     there.workdir.mkdir()
     with open(there.workdir / "venv.lock", "w") as lock:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
@@ -225,6 +226,12 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException | int) -> None
         ),
         (DbctlError(), 1, "dbctl: error: DbctlError\n"),
         (OSError(28, "No space left", "/x"), 1, "dbctl: error: /x: No space left\n"),
+        (
+            FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/w']"),
+            1,
+            "dbctl: error: no temporary file can be made in any of ['/tmp', '/w']: no right to "
+            "write there, or no space or no inodes left on the device; set TMPDIR\n",
+        ),
         (KeyboardInterrupt(), 130, None),
         (click.Abort(), 130, None),
         (75, 75, ""),
@@ -243,6 +250,19 @@ def test_each_error_has_its_exit_status(
     err = capsys.readouterr().err
     assert "Traceback" not in err
     assert said is None or err == said
+
+
+def test_what_tempfile_finds_wrong_reads_so_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(FileNotFoundError) as caught:
+        tempfile.gettempdir()
+    raising(monkeypatch, caught.value)
+    assert main(["schema"]) == 1
+    said = f"no temporary file can be made in any of ['{tmp_path}/none']: "
+    assert said in capsys.readouterr().err
 
 
 def test_a_programming_error_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:

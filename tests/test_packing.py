@@ -113,5 +113,17 @@ def test_no_room_to_unpack_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         DataError, match=r"data.npz: cannot be unpacked into .*: no space .* 288 bytes"
     ):
         unpack(stream, "data.npz", str(tmp_path))
+
+    def no_inode(**words: Any) -> None:
+        raise OSError(28, "No space left on device", f"{tmp_path}/tmp1")
+
+    monkeypatch.setattr(packing.tempfile, "TemporaryFile", no_inode)
+    with pytest.raises(DataError, match=r"\(.*/tmp1\), or no inodes \(`df -i`\); make room") as e:
+        unpack(stream, "data.npz", str(tmp_path))
+    assert "bytes" not in str(e.value)
+
+
+def test_nowhere_to_unpack_is_told(tmp_path: Path) -> None:
+    stream = open_source(write_npz(tmp_path, x=np.zeros((9, 4)), y=np.zeros(9, np.int64))).x
     with pytest.raises(DataError, match="cannot be unpacked into /nowhere"):
         unpack(stream, "data.npz", "/nowhere")

@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
-        _say(f"{name}{error.strerror or error}")
+        _say(_without_temporary(error) or f"{name}{error.strerror or error}")
         return 1
     return status if isinstance(status, int) else 0
 
@@ -130,6 +130,13 @@ def report(error: DbctlError) -> None:
 
 def _say(message: str) -> None:
     click.echo(f"dbctl: error: {escape_line(message)}", err=True)
+
+
+def _without_temporary(error: OSError) -> str:
+    """What tempfile found wrong, which does not say what keeps it from writing; or ""."""
+    _, found, places = f"{error.strerror}".partition("No usable temporary directory found in ")
+    why = "no right to write there, or no space or no inodes left on the device"
+    return f"no temporary file can be made in any of {places}: {why}; set TMPDIR" if found else ""
 
 
 def _usage(error: click.ClickException) -> str:

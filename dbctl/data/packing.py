@@ -123,5 +123,7 @@ def unpack(rows: Rows, path: str, directory: str) -> Readable:
     except OSError as error:
         what = f"cannot be unpacked into {directory}: {reason(error)}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what += f", {size:,} bytes are needed; make room, or store the data uncompressed"
+            # With a name it is the file that cannot be made, however few bytes it is to have.
+            needed = "or no inodes (`df -i`)" if error.filename else f"{size:,} bytes are needed"
+            what += f", {needed}; make room, or store the data uncompressed"
         raise DataError(path, what) from error

@@ -25,6 +25,9 @@ import time
 OLDEST = (3, 11)
 LIMIT_S = 840.0  # of all that is done here; a minute before the other end gives up
 LOOK_S = 0.2
+# With less than that left, what failed may have failed for it: numpy alone has 1,000 files.
+FEW_FILES = 5000
+FEW_BYTES = 200 << 20
 
 
 class Late(Exception):
@@ -80,7 +83,9 @@ def install(workdir: str, wanted: "dict[str, str]", deadline: float) -> int:
     upgrade = bool(known) and works(python, deadline)
     make = [sys.executable, "-I", "-m", "venv", "--clear", venv]
     if not upgrade and run(make, deadline):
-        return fail("cannot make a virtual environment", "install its package python3-venv")
+        return failed(
+            workdir, "cannot make a virtual environment", "install its package python3-venv"
+        )
     with tempfile.TemporaryDirectory(dir=workdir, prefix="wheel-") as directory:
         wheel = os.path.join(directory, wanted["name"])
         with open(wheel, "wb") as file:
@@ -89,7 +94,9 @@ def install(workdir: str, wanted: "dict[str, str]", deadline: float) -> int:
         # A wheel of the same version replaces the one that is there only when it is told so.
         again = ["--force-reinstall", "--no-deps"]
         if (upgrade and run([*pip, *again, wheel], deadline)) or run([*pip, wheel], deadline):
-            return fail("pip could not install dbctl", "pip there must reach its index of packages")
+            return failed(
+                workdir, "pip could not install dbctl", "pip there must reach its index of packages"
+            )
     with open(mark + ".new", "w") as file:
         file.write(wanted["digest"])
         file.flush()
@@ -138,6 +145,19 @@ def stay(deadline: float, fault: str, cure: str) -> None:
         sys.exit(1)
     if time.monotonic() >= deadline:
         raise Late(fault, cure)
+
+
+def failed(workdir: str, fault: str, cure: str) -> int:
+    """`fail`, of a program that says only in its own words whether it had room."""
+    there = os.statvfs(workdir)
+    free = there.f_bavail * there.f_frsize
+    if (there.f_files and there.f_favail < FEW_FILES) or free < FEW_BYTES:
+        left = f"{free >> 20:,} MiB"
+        if there.f_files:
+            left += f" and {there.f_favail:,} inodes"
+        fault = f"{fault}: no more than {left} are left in {workdir}"
+        cure = f"make room there, or give it another `workdir`; else {cure}"
+    return fail(fault, cure)
 
 
 def say(**answer: "str | bool") -> int:

@@ -13,7 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from dbctl.errors import LaunchError
+from dbctl.errors import LaunchError, reason
 from dbctl.launch.base import (
     AgentHandle,
     NotReady,
@@ -23,7 +23,7 @@ from dbctl.launch.base import (
     read_ready,
 )
 from dbctl.plan import LOCALHOST
-from dbctl.process import one_line, signals_held, tail
+from dbctl.process import signals_held, tail
 
 READY_LIMIT_S = 10.0
 
@@ -67,7 +67,7 @@ class LocalLauncher:
                     bufsize=0,
                 )
         except OSError as error:
-            raise self._error(f"could not be started: {one_line(error)}") from error
+            raise self._error(f"could not be started: {reason(error)}") from error
         self._deadline = time.monotonic() + READY_LIMIT_S
 
     def wait_ready(self) -> list[AgentHandle]:
