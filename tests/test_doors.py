@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from linked import RUN, arrive, push, until
+from linked import RUN, WAIT_S, arrive, push, until
 from tcp_linked import HOST, Net, Outsider, Proxy, net, raw, settled, wait_for
 
 from dbctl.envelope import Inline
@@ -28,8 +28,8 @@ from dbctl.transport.curve import Guard, make_keys
 from dbctl.transport.link import Link
 from dbctl.transport.memory import SharedBuffer
 from dbctl.transport.porch import MOST_WAITING
-from dbctl.wire import Ack, Boxes, Fetch, Grant, Halt, Need, Params, Peer, Push
-from dbctl.wire_processes import Lease
+from dbctl.wire import Ack, Boxes, Fetch, Grant, Halt, Message, Need, Params, Peer, Push
+from dbctl.wire_processes import Beat, Lease
 
 __all__ = ["net"]  # a fixture
 
@@ -310,6 +310,17 @@ def endless(endpoint: str, at_end: ExitStack) -> None:
             continue
 
 
+def insist(worker: Link, shard: Link) -> tuple[Peer, Message]:
+    """Says it again until it is heard, as roles do: of a crowd one is hung up as it comes in."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        worker.send(shard.me.node, FETCH)
+        got = [x for x in shard.receive(0.25) if not isinstance(x[1], Beat)]
+        if got:
+            return got[0]
+    raise AssertionError("it was never heard")
+
+
 @pytest.mark.parametrize("flood", [silent, noise, oversize, endless])
 def test_a_flood_costs_little_and_keeps_nobody_out(
     net: Net, flood: Callable[[str, ExitStack], None]
@@ -323,8 +334,7 @@ def test_a_flood_costs_little_and_keeps_nobody_out(
         began = time.monotonic()
         worker = net.link("worker-0.0", knows=["shard-0"])
         worker.connect("shard-0", 1, shard.tcp_endpoint)
-        worker.send("shard-0", FETCH)
-        assert arrive(shard) == [(worker.me, FETCH)]
+        assert insist(worker, shard) == (worker.me, FETCH)
         assert time.monotonic() - began < 4.0
         assert rss_bytes() - before < 64 * MIB
         wait_for(shard, "handshake", 30)
