@@ -182,6 +182,7 @@ class Recorder:
     """A share of a network that only keeps what it was asked for."""
 
     tensors = ()
+    bound = 0.0
 
     def gradient(self, parameters, x, targets, *, out, draw):
         self.draw = draw

@@ -51,6 +51,7 @@ class Lcn:
         centred = spec.centred_box(inputs, box)
         self._floor = spec.floor
         self._rows, self._columns, _ = centred.slices(self.input_box.starts)
+        self._borders = _around(centred.slices(self.input_box.starts)[:2], self.input_box.shape)
         self._own = box.slices(centred.starts)
         self._mean = _Blur(spec, inputs, self.input_box, to=centred, n=batch_size, dtype=dtype)
         self._square = _Blur(spec, inputs, centred, to=box, n=batch_size, dtype=dtype)
@@ -105,14 +106,14 @@ class Lcn:
         self._square.backward(self._d_variance(out, delta), d_square)
         np.multiply(delta, inverse[:, :, None], out=delta)
         dv = dx[self._rows, self._columns]
-        if dv.shape != dx.shape:
-            dx[...] = 0
         np.multiply(v, d_square[:, :, None], out=dv)
         own = dv[self._own]
         np.add(own, delta, out=own)
         np.einsum(SUM, dv, out=d_square)
         self._mean.backward(d_square, sums)
-        np.subtract(dx, sums[:, :, None], out=dx)
+        np.subtract(dv, sums[self._rows, self._columns, None], out=dv)
+        for border in self._borders:
+            np.negative(sums[border][:, :, None], out=dx[border])
 
     def _d_variance(self, out: Array, delta: Array) -> Array:
         """-(sum_m dy y) / d^2, and 0 where d is the floor."""
@@ -126,6 +127,19 @@ class Lcn:
         np.multiply(found, inverse, out=found)
         np.negative(found, out=found)
         return found
+
+
+def _around(inner: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[slice, slice]]:
+    """What of the rows and columns of `shape` is not `inner`: at most four boxes."""
+    rows, columns = inner
+    height, width, _ = shape
+    found = [
+        (slice(0, rows.start), slice(0, width)),
+        (slice(rows.stop, height), slice(0, width)),
+        (rows, slice(0, columns.start)),
+        (rows, slice(columns.stop, width)),
+    ]
+    return [(r, c) for r, c in found if r.start < r.stop and c.start < c.stop]
 
 
 class _Blur:
