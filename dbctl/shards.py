@@ -13,9 +13,9 @@ import msgspec
 
 from dbctl.region import Range
 
-# Cuts between shards fall on multiples of a cache line of float32.
+# Equal cuts between shards fall on multiples of a cache line of float32.
 SHARD_ALIGN = 16
-NEAR = 1 / 8  # of a slice: a shard has at most a quarter more than an equal one
+NEAR = 1 / 8  # of a slice: so far a cut may move, to where a partition ends
 N_PARAMETER_BUFFERS = 3  # of each shard: roles/handouts.py says what for
 
 

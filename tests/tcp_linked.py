@@ -5,12 +5,13 @@ A stranger's ZeroMQ sockets have a context of their own; what it says is as raw 
 
 from __future__ import annotations
 
+import selectors
 import socket as network
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -174,6 +175,58 @@ class Proxy:
                     continue
                 except OSError:
                     return
+
+
+class Delay:
+    """Stands between nodes: whatever goes either way, also an end, comes `delay_s` later."""
+
+    def __init__(self, endpoint: str, *, delay_s: float) -> None:
+        self._target, self._delay_s = endpoint, delay_s
+        self._listener = network.create_server((HOST, 0), backlog=500)
+        self.endpoint = f"tcp://{HOST}:{self._listener.getsockname()[1]}"
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._ends = [self._listener]
+        self._due: deque[tuple[float, network.socket, bytes]] = deque()
+        self._over = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over = True
+        self._thread.join()
+        self._selector.close()
+        for end in self._ends:
+            end.close()
+
+    def _run(self) -> None:
+        while not self._over:
+            for key, _ in self._selector.select(0.005):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(key.fileobj, key.data)  # type: ignore[arg-type]
+            while self._due and self._due[0][0] <= time.monotonic():
+                _, end, data = self._due.popleft()
+                with suppress(OSError):
+                    if data:
+                        end.sendall(data)
+                    else:
+                        end.shutdown(network.SHUT_WR)
+
+    def _accept(self) -> None:
+        near, far = self._listener.accept()[0], raw(self._target)
+        self._ends += [near, far]
+        self._selector.register(near, selectors.EVENT_READ, far)
+        self._selector.register(far, selectors.EVENT_READ, near)
+
+    def _read(self, source: network.socket, target: network.socket) -> None:
+        data = b""
+        with suppress(OSError):
+            data = source.recv(1 << 16)
+        if not data:
+            self._selector.unregister(source)
+        self._due.append((time.monotonic() + self._delay_s, target, data))
 
 
 def settled(link: Link) -> None:

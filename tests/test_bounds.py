@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from math import inf, isnan, nan
 
 import numpy as np
@@ -48,9 +49,13 @@ def test_a_sum_of_squares_that_overflows_is_no_bound() -> None:
         assert norm(np.full(3, 1e20, "float32")) == inf
 
 
-def test_rows_first_data_are_a_view() -> None:
-    rows = np.arange(12.0).reshape(4, 3)
-    assert norm(rows.T) == norm(rows) == pytest.approx(np.sqrt((rows**2).sum()))
+def test_rows_first_data_are_not_copied() -> None:
+    rows = np.arange(120_000.0).reshape(400, 300)
+    expected = np.sqrt((rows**2).sum())
+    tracemalloc.start()
+    assert norm(rows.T) == norm(rows) == pytest.approx(expected)
+    assert tracemalloc.get_traced_memory()[1] < rows.nbytes / 10
+    tracemalloc.stop()
 
 
 def test_no_elements_have_no_size() -> None:

@@ -11,6 +11,7 @@ from dbctl.checkpoint.reader import newest_good
 from dbctl.launch.inproc import Faults
 from dbctl.region import Range
 from dbctl.roles.base import Array
+from dbctl.roles.downpour import Downpour
 from dbctl.rundir import RunDir
 from tests.inproc_run import InprocRun, begin, go_on
 
@@ -71,6 +72,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Array, list[tuple[i
     run_dir, run = begin(TEXT, tmp_path_factory.mktemp("whole") / "r")
     done(run)
     return parameters(run_dir), evaluations(run)
+
+
+BLOCKING = (
+    "optimizer={type: downpour, batch_size: 16, overlap: false, rule: {type: sgd, rate: 0.01}}"
+)
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.parametrize(
+    ("settings", "in_place"), [((), True), ((BLOCKING,), True), ((BLOCKING, "replicas=2"), False)]
+)
+def test_only_workers_of_an_only_replica_read_where_the_shard_writes(
+    tmp_path: Path, settings: tuple[str, ...], partitions: int, in_place: bool
+) -> None:
+    """A hand-out is read-only; a copy of one's own is not."""
+    cut = (f"partition.count={partitions}", f"shards={partitions}", "stop.steps=4")
+    _, run = begin(TEXT, tmp_path / "r", overrides=(*cut, *settings))
+    done(run)
+    workers = [run.net.role(node.node) for node in run.life.plan.of_role("worker")]
+    assert len(workers) == partitions * (2 if "replicas=2" in settings else 1)
+    for worker in workers:
+        assert isinstance(worker, Downpour)
+        assert worker.local.parameters.flags.writeable is not in_place
 
 
 @pytest.mark.parametrize("count", [2, 4])

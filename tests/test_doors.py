@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zmq
 from linked import RUN, WAIT_S, arrive, push, until
-from tcp_linked import HOST, Net, Outsider, Proxy, net, raw, settled, wait_for
+from tcp_linked import HOST, Delay, Net, Outsider, Proxy, net, raw, settled, wait_for
 
 from dbctl.envelope import Inline
 from dbctl.errors import LaunchError, PeerError
@@ -237,18 +237,21 @@ def test_a_replicas_key_is_not_good_for_what_a_replica_may_not_say(net: Net, mes
 
 def test_what_is_refused_does_not_become_the_way_to_answer(net: Net) -> None:
     """Else one forbidden word of who has a replica's key would bring it that replica's answers."""
-    shard, worker = net.pair()
-    worker.send("shard-0", FETCH)
-    arrive(shard)
-    with outsider(net, shard, net.keys[worker.me]) as liar:
+    shard = net.link("shard-0", knows=["worker-0.0"])
+    with outsider(net, shard, net.keys[Peer("worker-0.0", 1)]) as liar:
         for message in (Grant(1, 1_000), Lease(1)):
             liar.say(message)
         liar.say(FETCH, to="worker-1.0")
         wait_for(shard, "role", 2)
         wait_for(shard, "misaddressed")
+        # The replica itself has not come yet: there is no other way that would hide this one.
         shard.send("worker-0.0", Ack(1, 7, 3))
-        assert arrive(worker) == [(Peer("shard-0", 1), Ack(1, 7, 3))]
+        settled(shard)
         assert not liar.hears()
+        liar.say(FETCH)
+        assert arrive(shard) == [(Peer("worker-0.0", 1), FETCH)]
+        shard.send("worker-0.0", Ack(1, 7, 3))
+        assert liar.hears(), "it has the key: what it may say is heard"
 
 
 def test_a_stolen_key_does_not_bring_the_answers_while_its_owner_speaks(net: Net) -> None:
@@ -341,6 +344,27 @@ def test_a_flood_costs_little_and_keeps_nobody_out(
     assert 1 <= len(net.said) < 8, "a flood is not a flood of lines"
     assert all("refused a connection from " in line for line in net.said)
     assert rss_bytes() - before < 64 * MIB
+
+
+def test_a_crowd_of_replicas_on_a_slow_line_comes_in(net: Net) -> None:
+    """A handshake is two round trips of 0.12 s; and what each says first is heard: it says it once.
+
+    When whoever took longer than 0.25 s was hung up for a newcomer, none of 40 ever came in.
+    """
+    names = [f"worker-{replica}.0" for replica in range(40)]
+    shard = net.link("shard-0", knows=names)
+    workers = [net.link(name, knows=["shard-0"], reach_s=10.0) for name in names]
+    with ExitStack() as at_end:
+        line = Delay(shard.tcp_endpoint, delay_s=0.06)
+        at_end.callback(line.close)
+        for worker in workers:
+            worker.connect("shard-0", 1, line.endpoint)
+            worker.send("shard-0", FETCH)
+        heard: set[str] = set()
+        deadline = time.monotonic() + 10.0
+        while len(heard) < len(names) and time.monotonic() < deadline:
+            heard |= {peer.node for peer, _ in shard.receive(0.1)}
+        assert len(heard) == len(names), f"{len(heard)} in; {dict(shard.counts)}"
 
 
 def test_connections_that_say_nothing_take_few_descriptors(net: Net) -> None:

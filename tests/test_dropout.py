@@ -23,6 +23,7 @@ from dbctl.model.network import NetworkSpec, n_parameters
 from dbctl.model.passes import Network
 from dbctl.node.compute import NetworkGradient
 from dbctl.region import Box, Range
+from dbctl.roles.base import BatchResult
 from dbctl.wire import Position
 
 LABEL = Draw(7, 0, 12).label(3)
@@ -182,7 +183,7 @@ class Recorder:
     """A share of a network that only keeps what it was asked for."""
 
     tensors = ()
-    bound = 0.0
+    bound = 2.5
 
     def gradient(self, parameters, x, targets, *, out, draw):
         self.draw = draw
@@ -197,7 +198,10 @@ def test_a_worker_draws_by_its_seed_its_replica_and_its_own_step() -> None:
     worker = NetworkGradient(share, rows, seed=5, replica=1, batch_size=4)
     nothing = np.empty(0, np.float32)
     for at in (Position(33, 6, 3), Position(34, 6, 4), Position(35, 7, 0)):
-        assert list(worker.compute(at, nothing, nothing)) == []
+        work = worker.compute(at, nothing, nothing)
+        with pytest.raises(StopIteration) as ended:
+            next(work)
+        assert ended.value.value == BatchResult(0.0, 4, 2.5)
         assert share.draw == Draw(5, 1, at.step)
 
 

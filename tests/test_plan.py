@@ -108,6 +108,7 @@ def test_as_many_partitions_as_shards_talk_to_one_each() -> None:
         span = plan.cut.span(partition)
         alone = ShardSpan(f"shard-{partition}", span.start, span.stop)
         assert plan.held_by(partition) == (alone,)
+    assert make_evaluation_plan(cut, rows=100, evaluators=1).shards == plan.shards
 
 
 def test_threads_are_the_cores_shared_out_or_what_was_said() -> None:

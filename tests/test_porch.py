@@ -48,6 +48,19 @@ def test_of_a_crowd_the_newest_is_hung_up_and_who_was_about_to_come_in_is_not(cr
     assert crowd.hung_up() == [MOST_WAITING, MOST_WAITING + 1], "one is in: there is room"
 
 
+def test_who_is_in_and_has_not_said_anything_yet_is_let_be(crowd: Crowd) -> None:
+    """Its first words may be on their way."""
+    crowd.come(0.0)
+    crowd.porch.hear(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0, 0.9 * PROMPT_S)
+    for _ in range(MOST_WAITING):
+        crowd.come(1.0 * PROMPT_S)
+    assert crowd.hung_up() == []
+    crowd.come(1.2 * PROMPT_S)
+    assert crowd.hung_up() == [MOST_WAITING + 1]
+    crowd.come(2.1 * PROMPT_S)
+    assert crowd.hung_up() == [1, MOST_WAITING + 1]
+
+
 def test_who_takes_longer_than_a_handshake_makes_room_for_a_newcomer(crowd: Crowd) -> None:
     for _ in range(MOST_WAITING):
         crowd.come(0.0)

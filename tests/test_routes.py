@@ -41,8 +41,9 @@ def test_ways_that_nobody_is_reached_by_are_dropped() -> None:
     routes = Routes(None)
     for number in range(100):
         routes.hear("a", routes.caller(ROUTER, str(number).encode()), number * SILENT_S / 3)
-    assert len(routes.outlets()) == 1
-    routes.lose(routes.outlets()[0])
+    assert len(routes.outlets()) == 2, "the first, and that which counts"
+    for way in routes.outlets():
+        routes.lose(way)
     assert routes.outlets() == []
     assert routes.find("a") is None
 
@@ -58,6 +59,36 @@ def test_a_way_that_speaks_is_not_given_up_for_another_that_does() -> None:
     assert routes.outlets() == [first], "nothing is kept for the other"
     routes.hear("a", second, 22 * SILENT_S)
     assert routes.find("a") is second, "the first is silent: its connection may be broken"
+
+
+def test_the_first_way_takes_its_place_back_when_it_speaks() -> None:
+    """A worker may compute for longer than SILENT_S; a thief who waits for that gains nothing."""
+    routes = Routes(None)
+    first, third = routes.caller(ROUTER, b"1"), routes.caller(ROUTER, b"3")
+    for tick in range(3):
+        now = 2 * tick * SILENT_S
+        routes.hear("a", first, now)
+        assert routes.find("a") is first
+        routes.hear("a", routes.caller(ROUTER, b"2"), now + SILENT_S)
+        assert routes.find("a") is not first
+    routes.hear("a", third, 6 * SILENT_S)
+    assert routes.find("a") is third
+    assert routes.outlets() == [first, third], "one is kept that may come back"
+    routes.hear("a", first, 6 * SILENT_S)
+    assert (routes.find("a"), routes.outlets()) == (first, [first])
+
+
+def test_a_first_way_that_is_lost_or_whose_life_is_over_is_kept_no_longer() -> None:
+    routes = Routes(None)
+    first, second = (routes.caller(ROUTER, route) for route in (b"1", b"2"))
+    routes.hear("a", first, 0.0)
+    routes.hear("a", second, SILENT_S)
+    routes.lose(first)
+    assert routes.outlets() == [second]
+    first = routes.caller(ROUTER, b"1")
+    routes.hear("a", first, 2 * SILENT_S)
+    routes.end(Peer("a", 1))
+    assert routes.outlets() == []
 
 
 def test_a_way_that_leads_to_two_stays_for_the_other() -> None:

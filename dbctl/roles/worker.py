@@ -178,7 +178,7 @@ class Channel:
 
     def let_go(self) -> None:
         """What was kept is the shard's again: the next Push or Fetch says so."""
-        self._returned = max(self._returned, self._kept)
+        self._returned = self._kept
 
     def push(self, now: float, push: Push) -> Effects:
         assert push.seq == self._pushed + 1, f"push {push.seq} after {self._pushed}"

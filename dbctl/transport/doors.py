@@ -44,7 +44,10 @@ EVENTS_A_TURN = 256
 _EVENT = struct.Struct("=hi")
 
 REFUSED = "refuses our key"
-BROKEN = "breaks off the handshake: it has another key than we were told, or is another program"
+BROKEN = (
+    "breaks off the handshake: it has another key than we were told, is another program, or too "
+    "many connections begin there at once"
+)
 SILENT = "cannot be reached"
 
 

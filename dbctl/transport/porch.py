@@ -8,7 +8,8 @@ much of a frame as it has sent, up to 1.1 MiB. libzmq takes any number of them: 
 and some thousand all descriptors of the process. So where there is one too many, the oldest of the
 address that has most of them is hung up, or its newest where even the oldest has only just come:
 that is a crowd of replicas, whose handshakes are about to be over. Who may come in does not stay on
-the porch for long: it has said something (`heard`) or is not counted (`_let_in`).
+the porch for long: it has said something (`heard`) or is not counted (`_let_in`). Whose handshakes
+are over the monitor does not say: as many as are, of those that came first, are let be.
 
 The monitor names a connection by its descriptor, which is another's once it is closed; before one
 is hung up, its other end is compared with what it was.
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 import zmq
 
 MOST_WAITING = 16
-PROMPT_S = 0.25  # a handshake takes some milliseconds
+PROMPT_S = 1.0  # a handshake takes two round trips: over the slowest lines, half a second
 STAY_S = 3.5  # the handshake's 3 s, and what events come late
 UNKNOWN = "an unknown address"
 
@@ -105,8 +106,9 @@ class Porch:
     def _make_room(self, now: float) -> None:
         [(address, _)] = self._of_address.most_common(1)
         of_it = [d for d, other in self.waiting.items() if other.end[0] == address]
-        is_late = now - self.waiting[of_it[0]].came_at > PROMPT_S
-        descriptor = of_it[0] if is_late else of_it[-1]
+        oldest = of_it[min(len(self._let_in), len(of_it) - 1)]
+        is_late = now - self.waiting[oldest].came_at > PROMPT_S
+        descriptor = oldest if is_late else of_it[-1]
         caller = self._settle(descriptor)
         assert caller is not None
         caller.hung_up = True

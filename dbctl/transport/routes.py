@@ -2,7 +2,8 @@
 
 Rules of this file: no sending. A node is reached, in this order: by the connection made to it; by
 the way its messages come; through the keeper (the host's agent), which relays by name. Of two ways
-that both speak for one life the first counts while it speaks: who has stolen a key hears nothing.
+that both speak for one life the first counts, as soon as it speaks: who has stolen a key may be
+told something while the node itself is silent for long, but never what that asks for.
 A message of a lower incarnation than the newest seen of its node is old, whatever it says.
 """
 
@@ -13,7 +14,7 @@ from dbctl.transport.outlet import Outlet
 from dbctl.transport.sockets import Socket
 from dbctl.wire import Peer
 
-SILENT_S = 10.0  # then a way is given up for one that speaks: its connection may be broken unseen
+SILENT_S = 10.0  # then another way may speak for it: its connection may be broken unseen
 
 
 class Routes:
@@ -25,6 +26,7 @@ class Routes:
         self._newest: dict[str, int] = {}
         self._heard: dict[str, Outlet] = {}
         self._heard_at: dict[str, float] = {}  # by that way
+        self._first: dict[str, Outlet] = {}  # the way that was silent, where another counts
         self._callers: dict[tuple[Socket, bytes], Outlet] = {}
 
     def outlets(self) -> list[Outlet]:
@@ -58,14 +60,16 @@ class Routes:
 
     def hear(self, node: str, outlet: Outlet, now: float) -> None:
         """A message of `node` came by `outlet`: the way to answer it, if no other speaks for it."""
-        before = self._heard.get(node)
-        if before is not outlet:
-            if before is not None and now - self._heard_at[node] < SILENT_S:
+        before, first = self._heard.get(node), self._first.get(node)
+        if outlet is first:
+            del self._first[node]
+        elif before is not None and before is not outlet:
+            if now - self._heard_at[node] < SILENT_S:
                 self._prune(outlet)
                 return
-            self._heard[node] = outlet
-            self._prune(before)
-        self._heard_at[node] = now
+            self._first.setdefault(node, before)
+        self._heard[node], self._heard_at[node] = outlet, now
+        self._prune(before)
 
     def end(self, peer: Peer) -> Outlet | None:
         """That life is over: nothing more is taken of it. The connection to it, to be closed."""
@@ -74,6 +78,7 @@ class Routes:
             return None
         self._newest[peer.node] = peer.incarnation + 1
         self._prune(self._heard.pop(peer.node, None))
+        self._prune(self._first.pop(peer.node, None))
         outlet = self.connections.get(peer.node)
         if outlet is None or outlet.incarnation is None or outlet.incarnation > peer.incarnation:
             return None
@@ -81,11 +86,14 @@ class Routes:
 
     def lose(self, outlet: Outlet) -> None:
         """Nobody is there any more: forget every node that was reached by it."""
-        for node in [node for node, other in self._heard.items() if other is outlet]:
-            del self._heard[node]
+        for ways in (self._heard, self._first):
+            for node in [node for node, other in ways.items() if other is outlet]:
+                del ways[node]
         self._prune(outlet)
 
     def _prune(self, outlet: Outlet | None) -> None:
-        if outlet is None or outlet.route is None or outlet in self._heard.values():
+        if outlet is None or outlet.route is None:
+            return
+        if outlet in self._heard.values() or outlet in self._first.values():
             return
         self._callers.pop((outlet.socket, outlet.route), None)
