@@ -39,11 +39,11 @@ from dbctl.region import Range
 from dbctl.roles.base import Done
 from dbctl.roles.shard import Shard
 from dbctl.run import room
+from dbctl.run.positions import beginnings
 from dbctl.run.resume import (
     CHANGEABLE,
     _is_finished,
     _tell,
-    beginnings,
     check_overrides,
     prepare,
 )
@@ -262,6 +262,15 @@ def test_where_replicas_begin(
     assert found == {r: Position(*place) for r, place in enumerate(expected)}
     assert sum(p.step for p in found.values()) == sum(p[0] for p in places)
     assert repeated == again
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_place_that_no_epoch_has_is_no_place_of_this_experiment(replicas: int) -> None:
+    """Whose resolved.yaml was edited: mini-batches of 100 and not 16 of 100 rows each."""
+    edited = parse(TEXT, overrides=[f"replicas={replicas}", "optimizer.batch_size=100"])
+    plan = make_plan(edited, rows=200, test_rows=0, cores=1)
+    with pytest.raises(RunError, match="replica 0 stood at mini-batch 6 of its epoch, but its"):
+        beginnings(manifest_with((6, 0, 6), (6, 0, 6), examples=192), plan)
 
 
 def test_what_is_done_again_counts_for_the_next_count() -> None:

@@ -204,12 +204,12 @@ def test_where_all_agents_have_ended_nobody_is_waited_for(
 ) -> None:
     """What they had said by then is taken all the same."""
     now, ended = 1000.0, Exited("shard-0", 1, 0, "")
-    comes = [[(Peer("agent-0", 1), ended)]]
+    comes = [[(Peer("agent-1", 1), LogText("shard-1", 0, b"a"))], [(Peer("agent-0", 1), ended)]]
 
     def receive(wait_s: float) -> list[tuple[Peer, Message]]:
         nonlocal now
         now += wait_s
-        return comes.pop() if comes else []
+        return comes.pop(0) if comes else []
 
     staged.bring_up()
     monkeypatch.setattr(module, "_now", lambda: now)

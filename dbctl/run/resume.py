@@ -1,11 +1,11 @@
 """`dbctl resume`: a run goes on from its newest good checkpoint (docs/reliability.md, G9 and G18).
 
-Rules of this file: everything that can be wrong is found before a file is written or a process is
-started; a run never starts over silently. Theory of operation: the manifest has one row a replica
-and one update count, and everything random is a function, so the same count of replicas goes on
-where each stood. With another count the rows belong to others: all begin after the whole epochs
-that were done on average, and a part of one is done again. Shards are cuts of one vector: any
-count of them reads the same checkpoint.
+Rules of this file: everything that can be wrong is found before a file is written (statistics of
+the rows aside) or a process is started; a run never starts over silently. Theory of operation: the
+manifest has one row a replica and one update count, and everything random is a function, so the
+same count of replicas goes on where each stood. With another count the rows belong to others: all
+begin after the whole epochs that were done on average, and a part of one is done again
+(positions.py). Shards are cuts of one vector: any count of them reads the same checkpoint.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from dbctl.checkpoint.layout import Manifest, ReplicaRow
+from dbctl.checkpoint.layout import Manifest
 from dbctl.checkpoint.reader import Checkpoint, newest_good
-from dbctl.data.order import steps_per_epoch
 from dbctl.data.sources import Source, digest
 from dbctl.errors import CheckpointError, ExperimentError, RunError, UsageError
 from dbctl.experiment.changes import describe_changes
 from dbctl.experiment.read import load
 from dbctl.experiment.resolve import to_yaml
 from dbctl.experiment.shape import fields_of, keys_below
-from dbctl.experiment.specs import Experiment, SandblasterSpec, StopSpec
+from dbctl.experiment.specs import Experiment, StopSpec
 from dbctl.experiment.words import nearest, unknown_key
 from dbctl.model.network import tensors
 from dbctl.plan import Plan
@@ -37,6 +36,7 @@ from dbctl.run.find import find
 from dbctl.run.hosts import wire
 from dbctl.run.life import EXIT_CODES, Life, gave_up
 from dbctl.run.methods import METHOD, described, state_vectors
+from dbctl.run.positions import beginnings
 from dbctl.run.preflight import needs_of
 from dbctl.run.room import check_processes, check_room
 from dbctl.run.setting import (
@@ -53,7 +53,6 @@ from dbctl.run.shipments import shipments_of
 from dbctl.run.signals import Interrupted, Signals
 from dbctl.run.wiring import Wiring
 from dbctl.rundir import RunDir
-from dbctl.wire import Position
 
 CHANGEABLE = (
     "stop",
@@ -154,7 +153,8 @@ def resume(
 def prepare(
     run_dir: RunDir, overrides: Sequence[str] = (), *, between: Callable[[], None] = lambda: None
 ) -> Resumption:
-    """What `resume` would go on with; nothing is started, only missing statistics are written.
+    """What `resume` would go on with. Nothing is started, and nothing is written but statistics of
+    the training rows that are missing or damaged.
 
     `between` is called before each block of data that is read, and for each replica: what it raises
     ends this.
@@ -253,43 +253,6 @@ def _check_data(checkpoint: Checkpoint, data: str) -> None:
             str(checkpoint.path),
             "was trained on other data than data.train names now (their digests differ): put the "
             "same data back, or train a new run",
-        )
-
-
-# ------------------------------------------------------------------------------------- positions
-
-
-def beginnings(manifest: Manifest, plan: Plan) -> tuple[dict[int, Position], int]:
-    """Where each replica begins, and the work of how many rows is done again for it.
-
-    The sum of the steps stays that of the manifest, so that numbers, warmstart and `stop: steps`
-    go on. With another count of replicas all begin after the whole epochs done on average, by the
-    places or, where work was done again before, by the examples.
-    """
-    experiment, rows = plan.experiment, manifest.rows
-    batch_size = experiment.optimizer.batch_size
-    replicas = experiment.replicas
-    if isinstance(experiment.optimizer, SandblasterSpec):
-        # Iterations are nobody's own: the first row has them all.
-        return {r: Position(manifest.step if r == 0 else 0) for r in range(replicas)}, 0
-    if replicas == len(rows):
-        for row in rows:
-            _check_row(row, steps_per_epoch(plan.rows[row.replica], batch_size))
-        return {row.replica: row.position for row in rows}, 0
-    n_rows, done = sum(plan.rows), 0
-    for row in rows:
-        own = len(range(row.replica, n_rows, len(rows)))
-        done += own * row.epoch + row.index * batch_size
-    epoch, again = divmod(max(done, manifest.examples), n_rows)
-    each, more = divmod(manifest.step, replicas)
-    return {r: Position(each + (r < more), epoch, 0) for r in range(replicas)}, again
-
-
-def _check_row(row: ReplicaRow, per_epoch: int) -> None:
-    if row.index and row.index >= per_epoch:
-        raise RunError(
-            f"replica {row.replica} stood at mini-batch {row.index} of its epoch, but its rows "
-            f"make {per_epoch}: optimizer.batch_size or the data are not those of the checkpoint"
         )
 
 
