@@ -24,6 +24,7 @@ from math import inf
 from pathlib import Path
 from typing import BinaryIO
 
+from dbctl.errors import reason
 from dbctl.forks import Forked, Forks, Question, environment
 from dbctl.process import SPEC_BYTES_MAX, one_line, tail
 from dbctl.transport.line import NODE_NAME
@@ -140,6 +141,9 @@ class Children:
     def _not_started(self, order: Start, error: Exception) -> Exited:
         key = (order.node, order.incarnation)
         word = f"cannot start {order.argv[0] if order.argv else 'nothing'}: {one_line(error)}"
+        log = os.fspath(self.logs / f"{order.node}.log")
+        if isinstance(error, OSError) and error.filename == log:  # the program is not at fault
+            word = f"its log cannot be written: {reason(error)}"
         self.ended[key] = Exited(*key, CANNOT_START, "", word)
         return self.ended[key]
 

@@ -18,6 +18,8 @@ assertions and are never caught.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,9 +150,23 @@ class RunError(DbctlError):
 
 
 def reason(error: OSError) -> str:
-    """What the system said, as half a sentence: `no space left on device (manifest.json)`."""
+    """What the system said, as half a sentence: `no space left on device (manifest.json)`.
+
+    It says so of inodes too, and bytes may be free: then they are what there is none left of.
+    """
     text = (error.strerror or str(error) or type(error).__name__).lower()
+    if error.errno == errno.ENOSPC and error.filename and _without_inodes(error.filename):
+        text = "no inodes left on device"
     return f"{text} ({error.filename})" if error.filename else text
+
+
+def _without_inodes(path: str | bytes) -> bool:
+    """Whether no file more can be made beside `path`."""
+    try:
+        there = os.statvfs(os.path.dirname(os.path.abspath(os.fsdecode(path))))
+    except (OSError, ValueError):
+        return False
+    return there.f_files > 0 and there.f_favail == 0
 
 
 @contextlib.contextmanager

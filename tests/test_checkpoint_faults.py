@@ -55,11 +55,13 @@ def tree(directory: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def tmpfs(path: Path, size: str) -> Iterator[Path]:
+def tmpfs(path: Path, size: str, *, inodes: int = 0) -> Iterator[Path]:
+    """`inodes`: at most; 0: any number."""
     if not ROOT:
         pytest.skip("mounting needs root")
     path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=True)
+    options = f"size={size},nr_inodes={inodes}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], check=True)
     try:
         yield path
     finally:
@@ -78,6 +80,16 @@ def test_a_full_disk_is_one_error_and_changes_nothing(tmp_path: Path) -> None:
         assert names(disk) == ["step-000000100"]
         save(disk, 300)  # training goes on and tries again
         assert steps(disk) == [300, 100]
+
+
+@pytest.mark.parametrize("inodes", [9, 10, 11, 12])
+def test_a_disk_without_inodes_is_told_as_such(tmp_path: Path, inodes: int) -> None:
+    """Also where what is removed then makes some free again: bytes there are enough."""
+    with tmpfs(tmp_path / "few", "1m", inodes=inodes) as disk:
+        save(disk, 100)
+        with pytest.raises(CheckpointError, match="cannot be saved: no inodes left on device"):
+            save(disk, 200)
+        assert names(disk) == ["step-000000100"]
 
 
 def test_a_disk_that_fills_up_before_the_manifest_changes_nothing(tmp_path: Path) -> None:

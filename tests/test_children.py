@@ -40,6 +40,16 @@ def wait_for_file(path: Path) -> str:
 # ---------------------------------------------------------------- start
 
 
+def test_a_log_that_cannot_be_made_is_not_its_programs_fault(tmp_path: Path) -> None:
+    children = Children(tmp_path / "none")
+    exited = children.start(shell("exit 0"))
+    assert isinstance(exited, Exited)
+    log = tmp_path / "none" / "shard-0.log"
+    word = f"its log cannot be written: no such file or directory ({log})"
+    assert (exited.status, exited.word) == (127, word)
+    children.close()
+
+
 def test_a_node_gets_its_spec_and_environment_byte_for_byte(
     children: Children, tmp_path: Path
 ) -> None:

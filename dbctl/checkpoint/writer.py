@@ -157,10 +157,11 @@ class Writer:
         try:
             yield
         except OSError as error:
+            why = reason(error)  # before what is there goes, and with it the reason
             self.abort()
             raise CheckpointError(
                 str(self.path),
-                f"cannot be saved: {reason(error)}; earlier checkpoints are untouched",
+                f"cannot be saved: {why}; earlier checkpoints are untouched",
             ) from error
         except BaseException:
             self.abort()
