@@ -247,6 +247,28 @@ def test_many_refused_gradients_in_a_row_end_the_run_with_advice(fault: str) -> 
     assert ("lower optimizer.rule.rate" in done.reason) == (fault == "rate")
 
 
+def test_many_refused_pushes_in_a_row_end_the_run_with_advice() -> None:
+    """Sums that overflow of gradients that are finite: only the shard sees it."""
+    boss = Boss()
+
+    def said(updates: int, refused: int) -> list[Done]:
+        report = ShardReport(1, updates, updates, 0, 0, refused, (), ())
+        effects = boss.role.receive(0.1, Peer("shard-1", 1), report)
+        return [effect for effect in effects if isinstance(effect, Done)]
+
+    assert said(3, 0) == said(4, 5) == said(4, 5 + MAX_REFUSED_IN_A_ROW) == []
+    [done] = said(4, 5 + MAX_REFUSED_IN_A_ROW + 1)
+    assert done.status == "failed"
+    assert "shard-1 refused 11 pushes in a row, whose sums were not finite; lower" in done.reason
+
+
+def test_who_would_have_measured_the_end_is_lost() -> None:
+    boss = Boss(evaluators=[("evaluator-0",)])
+    assert not boss.role.unmeasured
+    boss.dies("evaluator-0")
+    assert boss.role.unmeasured
+
+
 # ---------------------------------------------------------------------------------- stop by other
 
 

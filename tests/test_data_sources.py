@@ -133,6 +133,16 @@ def test_csv_without_header_and_with_float_targets(tmp_path: Path) -> None:
     assert np.asarray(source.x).tolist() == [[1.0], [3.0]]
 
 
+@pytest.mark.parametrize("label", [2**53, 99_999_999_999_999_999_999, -(2**60)])
+def test_a_csv_label_that_no_float_holds_is_no_label(tmp_path: Path, label: int) -> None:
+    """It was rounded, or another number and a warning of numpy's."""
+    said = r"row 1 \(from 0\): expected a label below 2\^53, found -?(9.01e\+15|1e\+20|1.15e\+18);"
+    with pytest.raises(DataError, match=said):
+        open_source(write_csv(tmp_path, f"1,2\n3,{label}\n5,1", 1))
+    source = open_source(write_csv(tmp_path, f"1,2\n3,{2**53 - 1}", 1))
+    assert source.y.tolist() == [2, 2**53 - 1]
+
+
 def test_csv_with_quoted_fields(tmp_path: Path) -> None:
     text = '"a","y"\n"-4.005","2"\n"1e3"," 0"\n'
     source = open_source(write_csv(tmp_path, text, "y"))

@@ -192,6 +192,27 @@ def test_waits_and_refusals() -> None:
     assert figures.refused() == 3
 
 
+def test_pushes_that_a_shard_refuses_are_counted_and_in_a_row_until_it_applies_one() -> None:
+    figures = make()
+
+    def say(updates: int, refused: int, shard: str = "shard-0") -> int:
+        figures.shard_report(shard, ShardReport(1, updates, updates, 0, 0, refused, (), ()))
+        return figures.refused_in_a_row(shard)
+
+    assert figures.refused_in_a_row("shard-0") == 0
+    assert [say(0, 2), say(0, 3), say(4, 3), say(4, 5), say(5, 9), say(5, 20)] == [
+        2,
+        3,
+        0,
+        2,
+        0,
+        11,
+    ]
+    assert say(7, 1, "shard-1") == 0
+    assert figures.refused_pushes() == 21
+    assert figures.refused() == 0
+
+
 def test_what_was_not_measured_is_none() -> None:
     figures = make()
     assert figures.summary(0.0) == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from dbctl.progress.display import make_display
 from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.figures import Part
+from dbctl.roles.records import shard_fields
 from dbctl.run.nodes import Nodes
 from dbctl.run.records import RunRecords
 from dbctl.rundir import RunDir, create
-from dbctl.wire import Exited
+from dbctl.wire import Exited, ShardReport
 
 STARTED = "20:25:03.277 worker-0.0 incarnation 1 of run 2ae46c850419bc1f, pid 1761\n"
 
@@ -53,6 +55,22 @@ def test_a_death_is_told_with_the_last_word_of_its_log(
     assert said in err.getvalue()
     assert bool(err.getvalue()) == bool(said)
     assert "incarnation" not in err.getvalue()
+
+
+def test_what_a_shard_refuses_is_told_once(tmp_path: Path) -> None:
+    err = io.StringIO()
+    with create(tmp_path / "r", "x") as run_dir:
+        records = records_in(run_dir, err)
+        for refused in (0, 1, 2):
+            report = ShardReport(1, 0, 0, 0, 0, refused, (), ())
+            records._coordinator.figures.shard_report("shard-0", report)
+            records.record(Record("shard", shard_fields("shard-0", report)))
+            assert err.getvalue().count("a shard refused a push that is not finite") == (
+                refused > 0
+            )
+        records.write_status(0.0, Nodes({}, lease_s=1.0), "running")
+        records.close()
+        assert json.loads(run_dir.status.read_text())["refused_pushes"] == 2
 
 
 def test_before_the_first_example_no_rate_is_shown(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from dbctl.experiment.specs import (
 )
 from dbctl.model.network import NetworkSpec, node_shapes
 
+MAX_LABEL = 2.0**53
 DIGITS_PATH = os.path.join(os.path.dirname(__file__), "digits.npz")
 
 
@@ -121,9 +122,22 @@ def _open_digits(spec: DigitsSource) -> Source:
 def _open_csv(spec: CsvSource) -> Source:
     table = read_csv(spec.path, "data.*.path", label=spec.label, limit=spec.rows)
     _used(spec.path, len(table.y), spec.rows)
-    y = table.y[:, None] if table.not_whole else table.y.astype(np.int64)
+    y = table.y[:, None] if table.not_whole else _as_labels(spec.path, table.y)
     _check_values(spec.path, y)
     return Source(spec.path, ArrayRows(table.x), y, table.x.shape[1:], not_whole=table.not_whole)
+
+
+def _as_labels(path: str, y: Array) -> Array:
+    """int64. DataError: a number that a float64 may not hold as it was written."""
+    fits = np.abs(y) < MAX_LABEL
+    if not fits.all():
+        row = int(np.argmin(fits))
+        raise DataError(
+            path,
+            f"row {row} (from 0): expected a label below 2^53, found {y[row]:.3g}; mend or leave "
+            f"out the row",
+        )
+    return y.astype(np.int64)
 
 
 def _join(x: Stored, y: Stored, limit: int | None) -> Source:

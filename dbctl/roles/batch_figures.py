@@ -72,6 +72,10 @@ class BatchFigures(Figures):
         """None: a point where the gradient is not finite is a trial that went too far."""
         return 0
 
+    def refused_pushes(self) -> int:
+        """None, likewise: its bundle is answered as infinite."""
+        return 0
+
     def mean_staleness(self) -> float | None:
         """None: a gradient of an earlier point does not count at all."""
         return None

@@ -18,9 +18,10 @@ from dbctl.roles.leader import Leader, LeaderStart, Phase
 from dbctl.roles.orders import Orders
 from dbctl.roles.records import worker_fields
 from dbctl.roles.verdict import MEND
-from dbctl.wire import Message, Peer, Position, Report
+from dbctl.wire import Message, Peer, Position, Report, ShardReport
 
 MAX_REFUSED_IN_A_ROW = 10
+LOWER = "lower optimizer.rule.rate, or use adagrad with a warmstart"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,14 @@ class Coordinator(Leader):
     def _hear(self, now: float, sender: Peer, message: Message) -> Effects:
         return self._on_report(now, sender, message) if isinstance(message, Report) else []
 
+    def _on_shard_report(self, now: float, shard: str, report: ShardReport) -> Effects:
+        effects = super()._on_shard_report(now, shard, report)
+        in_a_row = self.figures.refused_in_a_row(shard)
+        if in_a_row <= MAX_REFUSED_IN_A_ROW:
+            return effects
+        reason = f"{shard} refused {in_a_row} pushes in a row, whose sums were not finite; {LOWER}"
+        return [*effects, *self._over("failed", reason)]
+
     def _on_report(self, now: float, sender: Peer, report: Report) -> Effects:
         replica = replica_of(sender.node)
         if replica in self.figures.dead:
@@ -78,7 +87,7 @@ class Coordinator(Leader):
                 f" the last at {where}"
             )
             if not where.endswith(MEND):  # the data are not at fault
-                reason += "; lower optimizer.rule.rate, or use adagrad with a warmstart"
+                reason += f"; {LOWER}"
             return [*effects, *self._over("failed", reason)]
         self._orders.heard(sender.node, replica, report)
         return effects + self._go_on(now)

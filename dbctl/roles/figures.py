@@ -42,6 +42,8 @@ class Figures:
         self._parts = dict(parts)
         self._reports: dict[int, Report] = {}
         self._counts: dict[str, dict[tuple[str, int], int]] = {}  # of staleness, by shard
+        self._refused: dict[str, int] = {}  # pushes, by shard
+        self._applied: dict[str, tuple[int, int]] = {}  # updates, and what was refused by then
         self._examples_before = examples
         self._seconds_before = seconds
         self._began: float | None = None
@@ -98,6 +100,10 @@ class Figures:
     def shard_report(self, shard: str, report: ShardReport) -> None:
         counts = self._counts.setdefault(shard, {})
         counts.update({(worker, value): count for worker, value, count in report.staleness})
+        self._refused[shard] = report.refused
+        updates, _ = self._applied.get(shard, (0, 0))
+        if report.updates != updates:
+            self._applied[shard] = (report.updates, report.refused)
 
     def settle(self, replica: int, position: Position) -> None:
         """What the shards have applied of a dead replica, which it could not report any more."""
@@ -211,6 +217,15 @@ class Figures:
 
     def refused(self) -> int:
         return sum(report.refused for report in self._reports.values())
+
+    def refused_pushes(self) -> int:
+        """Sums of gradients that were not finite, as the shards found, though each of them was."""
+        return sum(self._refused.values())
+
+    def refused_in_a_row(self, shard: str) -> int:
+        """How many pushes it has refused since it applied one, of those that are known of."""
+        _, before = self._applied.get(shard, (0, 0))
+        return self._refused.get(shard, 0) - before
 
     def left_out(self) -> dict[int, int]:
         """Rows of dead replicas that nobody computes any more, by replica."""

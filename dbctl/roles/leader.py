@@ -82,6 +82,7 @@ class Leader(ABC):
         self._status, self._reason = "done", ""
         self._next_evaluation = Recurring(start.evaluate if start.evaluators else None)
         self._final_measured = not start.evaluators
+        self.unmeasured = False  # the end will not be, as who would have measured it is lost
         self._final_begun = False
         self._final_updates = NEVER  # of the final cut, as far as it has come
         self._stop_at = NEVER
@@ -223,7 +224,7 @@ class Leader(ABC):
             return self._over("failed", "an evaluator died: its rows were not measured")
         if self._evaluations:
             return []
-        self._final_measured = True
+        self._final_measured = self.unmeasured = True
         self._next_evaluation = Recurring(None)
         # What it measured last was not the end: the last line must not show it as if it were.
         self.figures.test_loss = self.figures.test_accuracy = None

@@ -284,6 +284,10 @@ class Life:
             notes.append(f"replica {replica} was lost: its {rows:,} rows were left out")
         if figures.refused():
             notes.append(f"{figures.refused()} gradients that were not finite were refused")
+        if figures.refused_pushes():
+            notes.append(f"shards refused {figures.refused_pushes()} pushes that were not finite")
+        if self.coordinator.unmeasured and outcome.status != "failed":
+            notes.append("the evaluator was lost: the end was not measured; `dbctl eval` does that")
         if outcome.status in STOPPED and outcome.reason:
             unsaved = "" if self.coordinator.is_saved else "the final checkpoint was not taken: "
             notes.append(f"{unsaved}{outcome.reason}")

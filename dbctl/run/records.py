@@ -81,6 +81,12 @@ class RunRecords:
                 self._display.event("evaluation", _describe_measured(fields), fields)
             case "worker" if fields.get("refused"):
                 self._warn_refused(fields)
+            case "shard" if self._coordinator.figures.refused_pushes():
+                self._warn_once(
+                    "refused pushes",
+                    "a shard refused a push that is not finite, of gradients that were, each by "
+                    "itself; what it summed is not used, and later ones are counted",
+                )
             case "shipment":
                 self._display.event("shipment", _describe_shipment(fields), fields)
         del measured
@@ -167,6 +173,7 @@ class RunRecords:
             **figures.summary(now),
             "staleness": figures.staleness(),
             "refused": figures.refused(),
+            "refused_pushes": figures.refused_pushes(),
             "checkpoint": str(self.checkpoint.path) if self.checkpoint else None,
             "nodes": {
                 name: node_fields(node, self._told.get(name, {}))
@@ -224,7 +231,7 @@ def node_fields(node: Node, told: Mapping[str, Any]) -> dict[str, Any]:
         "host": node.host,
         "agent": node.agent,
         "state": state,
-        "pid": node.pid,
+        "pid": node.pid or None,
         "alive": node.alive,
         "steps": told.get("step", told.get("updates")),
         "examples_per_second": told.get("examples_per_second"),

@@ -124,6 +124,7 @@ def test_a_killed_evaluator_is_a_warning(tmp_path: Path) -> None:
         kill(run.node("evaluator-0"))
         assert run.finish() == 0
         assert "evaluator-0 was killed by SIGKILL" in run.err
+        assert "the evaluator was lost: the end was not measured" in run.out
         assert run.metrics("finished")[-1]["steps"] == 2000
         assert run.checkpoints() == [2000]
 
