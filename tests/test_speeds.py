@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from dbctl.cli.main import main
 from dbctl.data.sources import open_source
@@ -77,6 +78,28 @@ def test_speeds_are_positive_and_taken_within_two_seconds() -> None:
     assert 1e-5 < found.server_latency_s < 0.1
     assert 0 <= found.message_s < 0.1
     assert 1e7 < found.link_bytes_per_s < 1e13
+
+
+def test_nothing_is_measured_with_more_threads_than_a_partition_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what is done alone has all cores, and in company half of them: twice as long."""
+    counts: list[int] = []
+
+    def noting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            counts.extend(library["num_threads"] for library in threadpool_info())
+            return real(*arguments, **more)
+
+        return call
+
+    experiment = parse(EXPERIMENT, file="small.yaml")
+    for name in ("measure_company", "measure_links", "_layer_speed", "_batch_s"):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
+    with threadpool_limits(limits=2):
+        measure(experiment, open_source(experiment.data.train), threads=1)
+        assert set(counts) == {1}
+        assert {library["num_threads"] for library in threadpool_info()} == {2}
 
 
 @pytest.mark.alone

@@ -50,21 +50,23 @@ def measure(experiment: Experiment, train: Source, *, threads: int) -> Speeds:
     """The speeds for an experiment's network, batch size and rule, with `threads` BLAS threads."""
     from threadpoolctl import threadpool_limits
 
+    with threadpool_limits(limits=threads):
+        return _measure(experiment, train, threads=threads)
+
+
+def _measure(experiment: Experiment, train: Source, *, threads: int) -> Speeds:
     optimizer, network = experiment.optimizer, experiment.network
     n_batch, shapes = optimizer.batch_size, node_shapes(network)
     clock = _Clock(_touched(experiment))
     known: dict[tuple[LayerSpec, tuple[int, ...], bool], LayerSpeed] = {}
     layers = []
-    with threadpool_limits(limits=threads):
-        for index, (spec, shape) in enumerate(zip(network.layers, shapes, strict=False)):
-            key = (spec, shape, index == 0)
-            if key not in known:
-                known[key] = _layer_speed(
-                    spec, shape, n_batch=n_batch, first=index == 0, clock=clock
-                )
-            layers.append(known[key])
-        loss_s = _loss_s(network.loss, prod(shapes[-1]), n_batch=n_batch, clock=clock)
-        scale = _scale(network, layers, loss_s=loss_s, n_batch=n_batch, clock=clock)
+    for index, (spec, shape) in enumerate(zip(network.layers, shapes, strict=False)):
+        key = (spec, shape, index == 0)
+        if key not in known:
+            known[key] = _layer_speed(spec, shape, n_batch=n_batch, first=index == 0, clock=clock)
+        layers.append(known[key])
+    loss_s = _loss_s(network.loss, prod(shapes[-1]), n_batch=n_batch, clock=clock)
+    scale = _scale(network, layers, loss_s=loss_s, n_batch=n_batch, clock=clock)
     batch_s = _batch_s(experiment, train, clock)
     del clock  # its memory is another process's turn to use
     links = measure_links(_serving(experiment))
