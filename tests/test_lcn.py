@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import check_gradient, contrast_normalised
 
@@ -62,6 +62,8 @@ def cases(draw):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-10)])
 @settings(deadline=None, max_examples=40)
 @given(case=cases())
+@example(case=(LcnSpec(window=3, floor=0.1), (2, 4, 1), (1, 2, 1), 1))  # one column, a stride
+@example(case=(LcnSpec(window=3, floor=0.1), (2, 8, 1), (1, 2, 1), 1))
 def test_boxes_that_cover_it_give_the_layer_on_everything(dtype, tolerance, case) -> None:
     spec, shape, counts, n = case
     x, dy = (array.astype(dtype) for array in numbers(shape, n))

@@ -113,7 +113,8 @@ class Lcn:
         self._mean.backward(d_square, sums)
         np.subtract(dv, sums[self._rows, self._columns, None], out=dv)
         for border in self._borders:
-            np.negative(sums[border][:, :, None], out=dx[border])
+            # Not np.negative: numpy 2.4 does not write all of some arrays with a stride.
+            np.subtract(0.0, sums[border][:, :, None], out=dx[border])
 
     def _d_variance(self, out: Array, delta: Array) -> Array:
         """-(sum_m dy y) / d^2, and 0 where d is the floor."""
