@@ -581,6 +581,19 @@ def test_an_agents_end_after_a_standstill_of_almost_a_lease_is_the_standstills(
     assert outcome.error is None
 
 
+def test_a_standstill_after_it_was_looked_for_is_found_with_the_agents_end(
+    staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(now: float) -> None:
+        StandingStill.stood_s = LEASE_S + 1.0
+        staged.processes.agent_ended = AGENT_ENDED
+
+    monkeypatch.setattr(staged.processes, "step", stop)
+    outcome = staged.run(SOMETHING)
+    assert outcome.reason.startswith("this process was stopped for 101.0 s")
+    assert outcome.error is None
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_the_silence_of_nodes_does_not_count_while_nobody_listened(
     staged: Staged, slow: bool

@@ -273,11 +273,14 @@ class Session:
 
     def _check_agent(self, now: float) -> None:
         error = self._processes.failure(now)
+        if error is None:
+            return
+        # The standstill may have come since it was looked for, a few lines before.
+        self._slept_s = max(self._slept_s, self._pulse.standstill())
         # An agent's lease counts from its last beat: it may run out in a little less than a lease.
-        if error is not None and self._slept_s > self._lease_s - 2 * beat_s(self._lease_s):
+        if self._slept_s > self._lease_s - 2 * beat_s(self._lease_s):
             self._fail(self._asleep(self._slept_s))
-        if error is not None:
-            self._fail(WITHOUT.format(error.node), error)
+        self._fail(WITHOUT.format(error.node), error)
 
     # -------------------------------------------------------------------------------- effects
 
