@@ -166,7 +166,8 @@ def _without_inodes(path: str | bytes) -> bool:
         there = os.statvfs(os.path.dirname(os.path.abspath(os.fsdecode(path))))
     except (OSError, ValueError):
         return False
-    return there.f_files > 0 and there.f_favail == 0
+    # Where inodes are made of free bytes, as by ZFS, a full disk has none of either.
+    return there.f_files > 0 and there.f_favail == 0 and there.f_bavail > 0
 
 
 @contextlib.contextmanager

@@ -262,11 +262,32 @@ def test_many_refused_pushes_in_a_row_end_the_run_with_advice() -> None:
     assert "shard-1 refused 11 pushes in a row, whose sums were not finite; lower" in done.reason
 
 
+def test_pushes_that_were_refused_at_the_end_do_not_cost_the_final_checkpoint() -> None:
+    """A shard says so once a second: the run may be over by then, and what is there is finite."""
+    boss = Boss(replicas=1, evaluators=[("evaluator-0",)])
+    assert sent(boss.report(0, 10, "finished"), Evaluate)
+    report = ShardReport(1, 3, 3, 0, 0, MAX_REFUSED_IN_A_ROW + 5, (), ())
+    late = ShardReport(1, 3, 3, 0, 0, 2 * MAX_REFUSED_IN_A_ROW + 6, (), ())
+    for one in (report, late):
+        effects = boss.role.receive(0.2, Peer("shard-1", 1), one)
+        assert not any(isinstance(effect, Done) for effect in effects)
+
+
 def test_who_would_have_measured_the_end_is_lost() -> None:
     boss = Boss(evaluators=[("evaluator-0",)])
     assert not boss.role.unmeasured
     boss.dies("evaluator-0")
     assert boss.role.unmeasured
+
+
+def test_an_evaluator_that_is_lost_when_the_end_was_measured_takes_nothing_with_it() -> None:
+    boss = Boss(replicas=1, evaluators=[("evaluator-0",)], save=True)
+    boss.report(0, 10, "finished")
+    boss.measured(1)
+    assert boss.role.figures.test_accuracy == 0.9
+    boss.dies("evaluator-0")
+    assert boss.role.figures.test_accuracy == 0.9
+    assert not boss.role.unmeasured
 
 
 # ---------------------------------------------------------------------------------- stop by other

@@ -64,7 +64,8 @@ class Coordinator(Leader):
     def _on_shard_report(self, now: float, shard: str, report: ShardReport) -> Effects:
         effects = super()._on_shard_report(now, shard, report)
         in_a_row = self.figures.refused_in_a_row(shard)
-        if in_a_row <= MAX_REFUSED_IN_A_ROW:
+        # Those that a run which is over has still had refused end nothing: what is there is saved.
+        if in_a_row <= MAX_REFUSED_IN_A_ROW or self._phase is not Phase.RUNNING:
             return effects
         reason = f"{shard} refused {in_a_row} pushes in a row, whose sums were not finite; {LOWER}"
         return [*effects, *self._over("failed", reason)]

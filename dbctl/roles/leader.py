@@ -222,7 +222,7 @@ class Leader(ABC):
     def _after_evaluator_death(self, now: float) -> Effects:
         if not self._lead.workers:
             return self._over("failed", "an evaluator died: its rows were not measured")
-        if self._evaluations:
+        if self._evaluations or (self._phase is Phase.MEASURING and self._final_measured):
             return []
         self._final_measured = self.unmeasured = True
         self._next_evaluation = Recurring(None)

@@ -37,6 +37,7 @@ from dbctl.progress.text import (
 )
 from dbctl.roles.base import Save
 from dbctl.roles.cuts import CompleteCut
+from dbctl.roles.leader import UNMEASURED
 from dbctl.run.findings import Needs
 from dbctl.run.hosts import launcher_of
 from dbctl.run.methods import extra_of, leader_of, state_vectors
@@ -286,7 +287,7 @@ class Life:
             notes.append(f"{figures.refused()} gradients that were not finite were refused")
         if figures.refused_pushes():
             notes.append(f"shards refused {figures.refused_pushes()} pushes that were not finite")
-        if self.coordinator.unmeasured and outcome.status != "failed":
+        if self.coordinator.unmeasured and outcome.status not in UNMEASURED:
             notes.append("the evaluator was lost: the end was not measured; `dbctl eval` does that")
         if outcome.status in STOPPED and outcome.reason:
             unsaved = "" if self.coordinator.is_saved else "the final checkpoint was not taken: "
