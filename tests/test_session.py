@@ -569,16 +569,37 @@ def test_after_a_standstill_of_a_lease_nothing_is_heard(staged: Staged, ready: b
     assert staged.coordinator.heard == []
 
 
+@pytest.mark.parametrize("node_first", [False, True])
 def test_an_agents_end_after_a_standstill_of_almost_a_lease_is_the_standstills(
-    staged: Staged,
+    staged: Staged, node_first: bool
 ) -> None:
-    def stop() -> None:
+    def stop() -> Come:
         StandingStill.stood_s = LEASE_S - 1.0
+        if node_first:
+            staged.processes.orphaned_by = AGENT_ENDED
+            return DEATH
         staged.processes.agent_ended = AGENT_ENDED
+        return []
 
     outcome = staged.run(stop)
     assert outcome.reason.startswith("this process was stopped for 99.0 s")
     assert outcome.error is None
+
+
+@pytest.mark.parametrize(("since_s", "is_blamed"), [(LEASE_S, True), (LEASE_S + 5.0, False)])
+def test_a_standstill_is_no_reason_for_what_comes_much_later(
+    staged: Staged, since_s: float, is_blamed: bool
+) -> None:
+    def stop() -> None:
+        StandingStill.stood_s = LEASE_S - 1.0
+
+    def end() -> None:
+        staged.clock.passes(since_s)
+        staged.processes.agent_ended = AGENT_ENDED
+
+    outcome = staged.run(stop, end)
+    assert outcome.reason.startswith("this process was stopped") == is_blamed
+    assert outcome.error == (None if is_blamed else AGENT_ENDED)
 
 
 def test_a_standstill_after_it_was_looked_for_is_found_with_the_agents_end(

@@ -23,7 +23,7 @@ from dbctl.launch.base import AgentHandle
 from dbctl.process import beat_s
 from dbctl.roles.base import Done, Effects, Record, Save, Send
 from dbctl.roles.leader import UNMEASURED, Leader
-from dbctl.run.nodes import Node, Nodes
+from dbctl.run.nodes import ORPHANED_S, Node, Nodes
 from dbctl.run.processes import GOODBYE_S, SHORT_GOODBYE_S, Processes
 from dbctl.run.pulse import Pulse
 from dbctl.run.saver import Saved, Saver
@@ -94,7 +94,7 @@ class Session:
         self._hurry = False
         self._pulse = Pulse()
         self._looked_at = 0.0
-        self._slept_s = 0.0  # the longest that this process stood still
+        self._slept_s = self._slept_at = 0.0  # of late, the longest that this process stood still
 
     def run(
         self,
@@ -178,8 +178,7 @@ class Session:
 
         Not so where only this thread was held up, by a slow disk: the link went on with all leases.
         """
-        asleep_s = self._pulse.standstill()
-        self._slept_s = max(self._slept_s, asleep_s)
+        asleep_s = self._note_standstill(now)
         held_up_s, self._looked_at = now - self._looked_at, now
         if held_up_s > HELD_UP_S:
             self._processes.nodes.excuse(now)
@@ -187,6 +186,15 @@ class Session:
             return False
         self._fail(self._asleep(asleep_s))
         return True
+
+    def _note_standstill(self, now: float) -> float:
+        """Seconds of the longest one since the last call. The longest of late is kept, for as long
+        as an agent may be found to have ended of it: an hour later it is no reason.
+        """
+        asleep_s = self._pulse.standstill()
+        if asleep_s > self._slept_s or now - self._slept_at > self._lease_s + ORPHANED_S:
+            self._slept_s, self._slept_at = asleep_s, now
+        return asleep_s
 
     def _asleep(self, asleep_s: float) -> str:
         return (
@@ -238,7 +246,7 @@ class Session:
     def _heed_orphan(self, exited: Exited) -> None:
         """A node that ended because its agent does is no death: the run ends by the agent's."""
         if (error := self._processes.why_orphaned(exited)) is not None:
-            self._fail(WITHOUT.format(error.node), error)
+            self._lose(error)
 
     def _blame(self, exited: Exited) -> None:
         """The run ends because of this death: its outcome says so with the log's tail.
@@ -273,10 +281,13 @@ class Session:
 
     def _check_agent(self, now: float) -> None:
         error = self._processes.failure(now)
-        if error is None:
-            return
+        if error is not None:
+            self._lose(error)
+
+    def _lose(self, error: LaunchError) -> None:
+        """An agent has ended, or does not answer: of itself, or since this process stood still."""
         # The standstill may have come since it was looked for, a few lines before.
-        self._slept_s = max(self._slept_s, self._pulse.standstill())
+        self._note_standstill(_now())
         # An agent's lease counts from its last beat: it may run out in a little less than a lease.
         if self._slept_s > self._lease_s - 2 * beat_s(self._lease_s):
             self._fail(self._asleep(self._slept_s))
