@@ -541,13 +541,16 @@ def test_why_a_run_failed_is_in_its_last_record_too(tmp_path: Path) -> None:
         summary = run.end(done, error=error)
         record = list(read_metrics(run_dir.metrics))[-1]
         assert record["event"] == "finished"
-        return (summary.error, record["error"], run_dir.read_status()["reason"])
+        reason = run_dir.read_status()["reason"]
+        return (record["reason"], summary.error, record["error"], reason)
 
-    assert last(done) == (None,) * 3
-    assert last(Done("failed", "no replica is left")) == ("no replica is left",) * 3
+    assert last(done) == ("", None, None, None)
+    assert last(Done("failed", "no replica is left")) == ("no replica is left",) * 4
     died = LaunchError("shard-0", "was killed", host="b", log_tail="its words")
-    assert last(Done("failed"), died) == ("shard-0 on b was killed",) * 3
-    assert last(Done("interrupted", "stopped at once")) == (None,) * 3
+    assert last(Done("failed"), died) == ("shard-0 on b was killed",) * 4
+    assert last(Done("failed", "shard-0 died"), died) == ("shard-0 on b was killed",) * 4
+    assert last(Done("interrupted", "stopped at once")) == ("stopped at once", None, None, None)
+    assert last(Done("converged", "|g| 0")) == ("|g| 0", None, None, None)
 
 
 @pytest.mark.parametrize("n_push", [1, 7])

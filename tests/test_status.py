@@ -25,6 +25,7 @@ from dbctl.progress.display import make_display
 from dbctl.roles.base import Record
 from dbctl.roles.coordinator import Coordinator, CoordinatorStart
 from dbctl.roles.figures import Part
+from dbctl.roles.records import shard_fields
 from dbctl.run import show_logs
 from dbctl.run.cluster_hosts import NodeSaid, RunSaid, Said, Seen
 from dbctl.run.clusters import Cluster
@@ -34,7 +35,7 @@ from dbctl.run.show import Shown, cluster_lines, cluster_object, cluster_rows, l
 from dbctl.run.show_logs import logs
 from dbctl.run.show_run import aligned, of_run, run_lines, run_object
 from dbctl.rundir import RunDir, RunInfo, create
-from dbctl.wire import Exited
+from dbctl.wire import Exited, ShardReport
 from dbctl.wire_processes import Start
 
 WORKER = {
@@ -139,6 +140,29 @@ def test_the_last_report_of_each_node_is_in_status_json(run_dir: RunDir) -> None
     assert found["worker-0.0"]["examples_per_second"] == 2.0
     assert found["shard-0"]["bytes_in"] == 7
     assert found["evaluator-0"]["state"] == "up"
+
+
+def test_the_staleness_of_a_worker_is_what_the_shards_said_last(run_dir: RunDir) -> None:
+    """They say it a second later than it reports, or at the end of a run that lasts less."""
+    start = CoordinatorStart(
+        workers={0: ("worker-0.0",)},
+        parts={0: Part(rows=4, steps_per_epoch=2)},
+        shards=["shard-0"],
+        stop=StopSpec(steps=1),
+    )
+    coordinator = Coordinator(start)
+    display = make_display(json=False, stderr_is_tty=False, out=io.StringIO(), err=io.StringIO())
+    records = RunRecords(run_dir, display, coordinator, run="r", now=lambda: 0.0)
+    records.record(Record("worker", WORKER | {"staleness": {}}))
+    counts = (("worker-0.0", 0, 1), ("worker-0.0", 2, 3))
+    report = ShardReport(1, 4, 4, 7, 9, 0, (), counts)
+    coordinator.figures.shard_report("shard-0", report)
+    records.record(Record("shard", shard_fields("shard-0", report)))
+    nodes = Nodes({"worker-0.0": node(), "shard-0": node()}, lease_s=1.0)
+    records.write_status(0.0, nodes, "done")
+    records.close()
+    found = run_dir.read_status()["nodes"]
+    assert (found["worker-0.0"]["staleness"], found["shard-0"]["staleness"]) == (1.5, None)
 
 
 # ---------------------------------------------------------------------------------------- a run

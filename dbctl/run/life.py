@@ -256,9 +256,9 @@ class Life:
         summary = figures.summary(now)
         error = _error(outcome)
         cause = None if error is None else str(error).partition("\n")[0]
-        records.append(
-            "finished", status=outcome.status, reason=outcome.reason, error=cause, **summary
-        )
+        # One thing: of a run that failed `reason` and `error` are the cause that status.json has.
+        reason = cause or outcome.reason
+        records.append("finished", status=outcome.status, reason=reason, error=cause, **summary)
         records.write_status(now, nodes, outcome.status, reason=cause)
         if error is not None:
             self.display.event("error", f"dbctl: error: {error}", {"message": str(error)})

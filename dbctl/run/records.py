@@ -176,7 +176,10 @@ class RunRecords:
             "refused_pushes": figures.refused_pushes(),
             "checkpoint": str(self.checkpoint.path) if self.checkpoint else None,
             "nodes": {
-                name: node_fields(node, self._told.get(name, {}))
+                # The shards' last word of a worker's staleness often comes after its own report.
+                name: node_fields(
+                    node, self._told.get(name, {}) | {"staleness": figures.staleness_of(name)}
+                )
                 for name, node in nodes.nodes.items()
             },
         }
