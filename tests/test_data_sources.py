@@ -136,7 +136,8 @@ def test_csv_without_header_and_with_float_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", [2**53, 99_999_999_999_999_999_999, -(2**60)])
 def test_a_csv_label_that_no_float_holds_is_no_label(tmp_path: Path, label: int) -> None:
     """It was rounded, or another number and a warning of numpy's."""
-    said = r"row 1 \(from 0\): expected a label below 2\^53, found -?(9.01e\+15|1e\+20|1.15e\+18);"
+    where = r"line 2, column 1 \(from 0\)"
+    said = where + r": expected a label below 2\^53, found -?(9.01e\+15|1e\+20|1.15e\+18);"
     with pytest.raises(DataError, match=said):
         open_source(write_csv(tmp_path, f"1,2\n3,{label}\n5,1", 1))
     source = open_source(write_csv(tmp_path, f"1,2\n3,{2**53 - 1}", 1))
@@ -218,7 +219,8 @@ def test_what_is_wrong_with_labels_names_their_file(tmp_path: Path) -> None:
         (write_npz(tmp_path, x=X, y=Y), r"data\.npz\[y\]"),
         (write_csv(tmp_path, csv, 6), r"data\.csv"),
     ):
-        with pytest.raises(DataError, match=rf"/{file}: {labels}"):
+        where = labels.replace("row 1", "line 2, column 6") if file.endswith("csv") else labels
+        with pytest.raises(DataError, match=rf"/{file}: {where}"):
             check(open_source(spec), network(units=2))
     with pytest.raises(DataError, match=r"digits\.npz\[y\]: row \d+ \(from 0\) has label 9"):
         check(open_source(DigitsSource(split="train")), network(features=64, units=5))
@@ -298,6 +300,17 @@ def test_digests_of_what_is_computed_or_shipped() -> None:
         SyntheticSource(rows=5, features=2, classes=2, split="test"),
     ]
     assert len({digest(spec) for spec in specs}) == 5
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_a_csv_label_that_no_output_is_for_is_named_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    """As other faults of the file: blank lines and the header count."""
+    monkeypatch.setattr("dbctl.data.csv_file.BLOCK_BYTES", block_bytes)
+    source = open_source(write_csv(tmp_path, "y,a\n0,1\n\n7,1\n1,1\n", "y", rows=2))
+    with pytest.raises(DataError, match=r"csv: line 4, column 0 \(from 0\) has label 7, but"):
+        check(source, network(features=1, units=2))
 
 
 def test_labels_that_begin_at_1_are_told_to_begin_at_0(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -27,15 +28,28 @@ BLOCK_BYTES = 1 << 20
 Line = tuple[int, str]  # its number from 1, and its text without the end
 
 
+@dataclass(frozen=True)
+class Places:
+    """Called with a row, where its label is. `lines`: int64 (rows,), from 1; `column`: from 0."""
+
+    lines: Array
+    column: int
+
+    def __call__(self, row: int) -> str:
+        return f"line {self.lines[row]}, column {self.column} (from 0)"
+
+
 class Table(NamedTuple):
     """x float64 (rows, features); y float64 (rows,).
 
     `not_whole`: the first label that is written otherwise than as a whole number; "": none is.
+    `places`: for messages about labels.
     """
 
     x: Array
     y: Array
     not_whole: str
+    places: Places
 
 
 def read_csv(path: str, key: str, *, label: str | int, limit: int | None) -> Table:
@@ -55,6 +69,7 @@ def read_csv(path: str, key: str, *, label: str | int, limit: int | None) -> Tab
             first = first[1:]
         xs: list[Array] = []
         ys: list[Array] = []
+        numbers: list[Array] = []
         not_whole = ""
         n = 0
         while first is not None and (limit is None or n < limit):
@@ -63,12 +78,14 @@ def read_csv(path: str, key: str, *, label: str | int, limit: int | None) -> Tab
                 block = _parse(path, lines, n_columns=len(names), label=column)
                 xs.append(np.delete(block, column, axis=1))
                 ys.append(block[:, column].copy())
+                numbers.append(np.array([number for number, _ in lines]))
                 not_whole = not_whole or _not_whole(lines, column)
                 n += len(lines)
             first = next(blocks, None)
     if not n:
         raise DataError(path, "empty: expected a line of numbers a row, found only a header line")
-    return Table(np.concatenate(xs), np.concatenate(ys), not_whole)
+    places = Places(np.concatenate(numbers), column)
+    return Table(np.concatenate(xs), np.concatenate(ys), not_whole, places)
 
 
 def _names(path: str, line: str) -> list[str]:

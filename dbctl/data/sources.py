@@ -21,7 +21,7 @@ from typing import Literal, final
 
 import numpy as np
 
-from dbctl.data.csv_file import read_csv
+from dbctl.data.csv_file import Table, read_csv
 from dbctl.data.files import file_digest, open_file
 from dbctl.data.idx import open_idx
 from dbctl.data.npy import open_npy, open_npz
@@ -40,7 +40,12 @@ from dbctl.experiment.specs import (
 from dbctl.model.network import NetworkSpec, node_shapes
 
 MAX_LABEL = 2.0**53
+Place = Callable[[int], str]
 DIGITS_PATH = os.path.join(os.path.dirname(__file__), "digits.npz")
+
+
+def _row(row: int) -> str:
+    return f"row {row} (from 0)"
 
 
 @final
@@ -52,7 +57,8 @@ class Source:
     y: labels, int64 (rows,), or targets, floats (rows, outputs), maybe mapped.
     shape: of one row as the file has it, such as (28, 28). path: for messages.
     y_extent: where y is in a file, if it is mapped. y_path: for messages, where y has its own file.
-    not_whole: for messages, the first label of a csv file that makes y targets.
+    not_whole: for messages, the first label of a csv file that makes y targets. place: for
+    messages, where y of a row is in its file.
     """
 
     path: str
@@ -62,6 +68,7 @@ class Source:
     y_extent: Extent | None = None
     y_path: str = ""
     not_whole: str = ""
+    place: Place = _row
 
     @property
     def rows(self) -> int:
@@ -122,22 +129,29 @@ def _open_digits(spec: DigitsSource) -> Source:
 def _open_csv(spec: CsvSource) -> Source:
     table = read_csv(spec.path, "data.*.path", label=spec.label, limit=spec.rows)
     _used(spec.path, len(table.y), spec.rows)
-    y = table.y[:, None] if table.not_whole else _as_labels(spec.path, table.y)
-    _check_values(spec.path, y)
-    return Source(spec.path, ArrayRows(table.x), y, table.x.shape[1:], not_whole=table.not_whole)
+    y = table.y[:, None] if table.not_whole else _as_labels(spec.path, table)
+    _check_values(spec.path, y, table.places)
+    return Source(
+        spec.path,
+        ArrayRows(table.x),
+        y,
+        table.x.shape[1:],
+        not_whole=table.not_whole,
+        place=table.places,
+    )
 
 
-def _as_labels(path: str, y: Array) -> Array:
+def _as_labels(path: str, table: Table) -> Array:
     """int64. DataError: a number that a float64 may not hold as it was written."""
-    fits = np.abs(y) < MAX_LABEL
+    fits = np.abs(table.y) < MAX_LABEL
     if not fits.all():
         row = int(np.argmin(fits))
         raise DataError(
             path,
-            f"row {row} (from 0): expected a label below 2^53, found {y[row]:.3g}; mend or leave "
-            f"out the row",
+            f"{table.places(row)}: expected a label below 2^53, found {table.y[row]:.3g}; mend or "
+            f"leave out the row",
         )
-    return y.astype(np.int64)
+    return table.y.astype(np.int64)
 
 
 def _join(x: Stored, y: Stored, limit: int | None) -> Source:
@@ -175,7 +189,7 @@ def _used(path: str, n: int, limit: int | None) -> int:
     return n if limit is None else limit
 
 
-def _check_values(path: str, y: Array) -> None:
+def _check_values(path: str, y: Array, place: Place = _row) -> None:
     """No label is negative, no target nan or infinite."""
     start = 0
     for block in ArrayRows(y).blocks():
@@ -185,7 +199,7 @@ def _check_values(path: str, y: Array) -> None:
             wanted = "a label of 0 or more" if y.ndim == 1 else "finite targets"
             raise DataError(
                 path,
-                f"row {row} (from 0): expected {wanted}, found {y[row]}; mend or leave out the row",
+                f"{place(row)}: expected {wanted}, found {y[row]}; mend or leave out the row",
             )
         start += len(block)
 
@@ -237,7 +251,7 @@ def _check_labels(source: Source, classes: int) -> None:
             others = f"number them from 0, they begin at {least}, or "
         raise DataError(
             source.y_path or source.path,
-            f"row {row} (from 0) has label {greatest}, but the last layer has {classes} units "
+            f"{source.place(row)} has label {greatest}, but the last layer has {classes} units "
             f"(labels 0 to {classes - 1}); {others}give it at least {greatest + 1} units",
         )
 
