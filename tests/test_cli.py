@@ -20,6 +20,8 @@ from dbctl import __version__
 from dbctl.cli import check
 from dbctl.cli.main import COMMANDS, main
 from dbctl.errors import DataError, DbctlError, ExperimentError, LaunchError, Problem, RunError
+from dbctl.progress.display import Display
+from dbctl.progress.text import Summary
 
 GOOD = """\
 version: 1
@@ -335,6 +337,42 @@ def test_closed_streams(closed: tuple[int, ...], good: str) -> None:
         assert done.returncode == status, done.stderr
         assert b"Traceback" not in done.stderr
         assert bool(done.stdout) == (status == 0 and 1 not in closed)
+
+
+LOST = "dbctl: error: standard output: No space left on device; the run went on without it\n"
+
+
+@pytest.mark.parametrize(
+    ("out", "ended", "status", "said"),
+    [
+        ("/dev/null", 0, 0, ""),
+        ("/dev/full", 0, 1, LOST),
+        ("/dev/full", 75, 75, LOST),
+        ("/dev/full", 1, 1, LOST),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_a_run_whose_lines_could_not_be_written(
+    command: str,
+    out: str,
+    ended: int,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It goes on to its end; then its status says so, as that of each other command does."""
+
+    def run(*_: Any, display: Display, **__: Any) -> int:
+        display.finished(Summary(run_dir="r", status="", steps=1, epochs=1, examples=1, seconds=1))
+        display.close()
+        return ended
+
+    monkeypatch.setattr(f"dbctl.run.{command}.{command}", run)
+    with open(out, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main([command, "x"]) == status
+    assert capsys.readouterr().err == said
 
 
 EARLY = """

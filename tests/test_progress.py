@@ -450,6 +450,22 @@ def test_a_closed_pipe_silences_its_stream_and_nothing_else() -> None:
     assert out.getvalue().startswith("done")
 
 
+@pytest.mark.parametrize("json", [False, True])
+def test_what_standard_output_does_not_take_is_known_but_for_a_reader_that_is_gone(
+    json: bool,
+) -> None:
+    """`> /dev/full` loses the results, `| head` wanted no more of them."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    for place, why in (("/dev/full", "No space left on device"), (writer, ""), ("/dev/null", "")):
+        with open(place, "w") as out, open("/dev/full", "w") as err:
+            display = make_display(json=json, stderr_is_tty=False, out=out, err=err)
+            display.warn("one line")
+            display.finished(SUMMARY)
+            display.close()
+            assert display.unwritten == why
+
+
 def test_a_closed_file_is_silent() -> None:
     err = io.StringIO()
     stream = Stream(err)

@@ -128,6 +128,13 @@ def report(error: DbctlError) -> None:
         _say(f"and {n_more} more problem{'s' * (n_more > 1)}")
 
 
+def status_of_run(status: int, unwritten: str) -> int:
+    """Its exit status; 1 instead of 0, and an error, where standard output could not be written."""
+    if unwritten:
+        _say(f"standard output: {unwritten}; the run went on without it")
+    return status or int(bool(unwritten))
+
+
 def _say(message: str) -> None:
     click.echo(f"dbctl: error: {escape_line(message)}", err=True)
 

@@ -29,9 +29,11 @@ def resume(
     of data can be set anew.
     """
     from dbctl.cli.cluster import cluster_of
+    from dbctl.cli.main import status_of_run
     from dbctl.progress.display import make_display
     from dbctl.run import resume as run
 
     hosts = cluster_of(cluster, bootstrap=bootstrap)
     display = make_display(json=as_json, stderr_is_tty=sys.stderr.isatty(), quiet=quiet)
-    return run.resume(run_dir, overrides, display=display, bootstrap=bootstrap, cluster=hosts)
+    status = run.resume(run_dir, overrides, display=display, bootstrap=bootstrap, cluster=hosts)
+    return status_of_run(status, display.unwritten)

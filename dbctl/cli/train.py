@@ -33,6 +33,7 @@ def train(
 ) -> int:
     """Start a run from an experiment file."""
     from dbctl.cli.cluster import cluster_of
+    from dbctl.cli.main import status_of_run
     from dbctl.progress.display import make_display
     from dbctl.run import train as run
 
@@ -61,6 +62,7 @@ def train(
             click.echo(line)
         return 0
     display = make_display(json=as_json, stderr_is_tty=sys.stderr.isatty(), quiet=quiet)
-    return run.train(
+    status = run.train(
         file, overrides, run_dir=run_dir, display=display, bootstrap=bootstrap, cluster=hosts
     )
+    return status_of_run(status, display.unwritten)

@@ -39,6 +39,10 @@ Clock = Callable[[], float]
 class Display(Protocol):
     """Where a run tells what happens. No method raises because of a stream."""
 
+    @property
+    def unwritten(self) -> str:
+        """Why results are not on standard output, "" where they are or its reader has gone."""
+
     def begins(self, run_dir: str) -> None:
         """A new run, and where it is kept: for people, who may want to look while it goes on."""
 
@@ -90,6 +94,10 @@ class LineDisplay:
         self._pace = _Pace(LINE_S, clock)
         self._eta = _Eta(clock)
 
+    @property
+    def unwritten(self) -> str:
+        return self._out.unwritten
+
     def begins(self, run_dir: str) -> None:
         self.event("begins", f"run directory: {run_dir}")
 
@@ -127,6 +135,10 @@ class BarDisplay:
         self._bar: Any = None
         self._newest: Snapshot | None = None
         self._is_ending = False
+
+    @property
+    def unwritten(self) -> str:
+        return self._lines.unwritten
 
     def begins(self, run_dir: str) -> None:
         self._above(lambda: self._lines.begins(run_dir))
@@ -190,6 +202,10 @@ class JsonDisplay:
         self._out = out
         self._quiet = quiet
         self._pace = _Pace(LINE_S, clock)
+
+    @property
+    def unwritten(self) -> str:
+        return self._out.unwritten
 
     def begins(self, run_dir: str) -> None:
         """Nothing: run.json is there for scripts, and `finished` names the directory."""

@@ -1,7 +1,8 @@
 """A text stream that is UTF-8, never raises and never blocks: no reader ends or stops a run.
 
 Rules of this file: the only writer to standard output and error during a run. A reader that is
-gone (`| head`) silences its stream. A reader that does not read (a terminal stopped with Ctrl-S,
+gone (`| head`) silences its stream; so does a full disk, but what was to be written there is missed
+by somebody: `unwritten` says why. A reader that does not read (a terminal stopped with Ctrl-S,
 `| less`) must not stop the process that holds every node's lease, so text is written only where it
 fits: what may be lost (`write`: a frame of the bar) is dropped, what may not (`line`) waits, up to
 `MAX_WAITING` lines, of which the newest are kept.
@@ -19,6 +20,7 @@ MAX_WAITING = 1000
 # A pipe that poll() calls writable takes PIPE_BUF (4,096) bytes without blocking; a character has
 # at most four.
 CHUNK_CHARS = 1000
+_READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)  # EIO: a terminal that was closed
 
 
 class Stream:
@@ -29,6 +31,7 @@ class Stream:
     def __init__(self, raw: TextIO) -> None:
         self._raw = raw
         self._open = True
+        self.unwritten = ""
         self._waiting: deque[str] = deque()
         self._poll: select.poll | None = None
         reconfigure = getattr(raw, "reconfigure", None)
@@ -87,9 +90,13 @@ class Stream:
             self._raw.write(text)
             self._raw.flush()
         except (OSError, ValueError) as error:
+            number = getattr(error, "errno", None)
             # EAGAIN: the descriptor does not block and is full; Python keeps the text and goes on.
-            if getattr(error, "errno", None) != errno.EAGAIN:
-                self._silence()
+            if number == errno.EAGAIN:
+                return
+            if number is not None and number not in _READER_GONE:
+                self.unwritten = os.strerror(number)
+            self._silence()
 
     def _silence(self) -> None:
         """Write no more. What Python still holds must not fail again when the process ends."""
