@@ -129,12 +129,14 @@ def test_no_way_to_a_node_is_counted(make: Make) -> None:
 
 
 def test_a_peer_that_went_is_counted_and_nobody_dies(make: Make) -> None:
-    shard, worker = pair(make)
+    said: list[str] = []
+    shard, worker = pair(make, on_trouble=said.append)
     worker.send("shard-0", Ack(1, 1, 1))
     arrive(shard)
     worker.close()
     until(lambda: bool(shard.send("worker-0.0", Ack(1, 1, 1)) or shard.counts))
     assert set(shard.counts) <= {"unreachable", "unroutable"}
+    assert not [line for line in said if "gone" in line], "an end in order is no trouble"
     other = make("worker-1.0")
     other.connect("shard-0", 1, shard.endpoint)
     other.send("shard-0", Ack(1, 2, 2))

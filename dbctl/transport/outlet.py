@@ -39,6 +39,13 @@ class Outlet:
     def n_waiting(self) -> int:
         return len(self._waiting)
 
+    def describe_loss(self) -> str:
+        """What there is to say where nobody is there any more: "" where nothing waited, as when
+        the other one has ended in order.
+        """
+        waiting = self.n_waiting
+        return f"a peer is gone with {waiting} messages for it" if waiting else ""
+
     def post(self, messages: Sequence[Sequence[Frame]], *, relayed_bytes: int = 0) -> bool:
         """Sends or queues; False: no room, all of it is dropped. Gone: nobody is there any more."""
         if not self._waiting and len(messages) == 1:

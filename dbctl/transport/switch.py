@@ -388,11 +388,11 @@ class Switch:
     def _lose(self, outlet: Outlet) -> None:
         self._full.discard(outlet)
         self._routes.lose(outlet)
-        self.trouble("unreachable", f"a peer is gone with {outlet.n_waiting} messages for it")
+        self.trouble("unreachable", outlet.describe_loss())
 
     def trouble(self, kind: str, text: str) -> None:
-        """Counts what was dropped, and tells of it as far as it is news (told.py)."""
+        """Counts what was dropped, and tells of it as far as it is news (told.py); "" is none."""
         self.counts[kind] += 1
-        line = self._told.line(kind, text)
+        line = self._told.line(kind, text) if text else None
         if line is not None:
             self.settings.on_trouble(f"{self.settings.me.node}: {line}")
