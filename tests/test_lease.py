@@ -30,6 +30,13 @@ def test_late_repeated_and_invented_answers_never_move_it_on_or_back() -> None:
     assert lease.until == 12.0
 
 
+def test_what_has_run_out_is_not_renewed() -> None:
+    """A process that was stopped wakes, and beats before its loop has looked at the clock."""
+    lease = Lease(10.0, now=0.0)
+    lease.renew(lease.beat(60.0), 60.1)
+    assert not lease.in_force(60.2)
+
+
 def test_a_node_is_answered_by_what_the_relay_learnt_later() -> None:
     lease = Lease(10.0, now=0.0)
     lease.hear("worker-0.0", 7)

@@ -4,7 +4,8 @@ Rules of this file: time comes in as an argument (seconds, monotonic, this proce
 
 Theory of operation: a beat is numbered and its sending time kept. The answer to beat n extends the
 lease to `lease_s` after beat n was *sent*: the controller lived at some later moment, so no clock
-and no delay can make the lease too long. Until the first answer it counts from the start.
+and no delay can make the lease too long. Until the first answer it counts from the start. A lease
+that has run out stays so: whoever of a process has seen its end acts by it, and all must agree.
 
 A relay (the agent) answers its nodes itself, and only with what it knows: a node's beat that came
 before the relay sent its own beat k is answered when k is. The controller then lived after the
@@ -53,13 +54,13 @@ class Lease:
     def renew(self, number: int, now: float) -> dict[str, int]:
         """Beat `number` was answered; which beat of which node can be answered now.
 
-        An answer to a beat never sent, or forgotten, changes nothing.
+        An answer to a beat never sent, or forgotten, or after the end of the lease changes nothing.
         """
-        if number not in self._sent:
+        if number not in self._sent or not self.in_force(now):
             return {}
         self.until = max(self.until, self._sent[number] + self.lease_s)
         answers: dict[str, int] = {}
         while self._sent and next(iter(self._sent)) <= number:
             self._sent.popitem(last=False)
             answers |= self._waiting.popitem(last=False)[1]
-        return answers if self.in_force(now) else {}
+        return answers
