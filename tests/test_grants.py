@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 
 import pytest
@@ -190,3 +191,18 @@ def test_a_grant_is_never_taken_back() -> None:
     assert grants.grant(0, 100.0)[0] >= until
     grants.advance(0, 1)
     assert grants.grant(0, 200.0)[0] >= until
+
+
+def test_new_grants_for_all_take_time_that_grows_with_them() -> None:
+    """After each report; with their square, 200 replicas kept a controller from all else."""
+
+    def seconds(replicas: int) -> float:
+        grants = make(replicas, steps=BIG, warmstart=BIG, max_lead=3)
+        began = time.thread_time()
+        grants.advance(0, 1)
+        for number in range(replicas):
+            grants.grant(number, 1.0)
+        return time.thread_time() - began
+
+    few, many = (min(seconds(replicas) for _ in range(3)) for replicas in (100, 2000))
+    assert many < 100 * few

@@ -57,10 +57,27 @@ class Grants:
             number: _Replica(begin, steps_per_epoch, begin.step, begin.step, begin.step, first)
             for number, (begin, steps_per_epoch) in replicas.items()
         }
+        self._count()
+
+    def _count(self) -> None:
+        """Of all replicas, what the grant of each depends on: found when one has changed, and not
+        for each grant, since each report is followed by a grant for every replica.
+        """
+        replicas = self._replicas.values()
+        self._done = sum(replica.done for replica in replicas)
+        self._granted = sum(replica.until for replica in replicas)
+        self._n_live = sum(replica.live for replica in replicas)
+        # The replica that does the warmstart: the first live one.
+        live = (number for number, replica in self._replicas.items() if replica.live)
+        self._first = min(live, default=min(self._replicas, default=0))
+        self._least: int | None = None
+        if self._max_lead is not None:
+            leads = (r.done - r.released for r in replicas if self._runs(r))
+            self._least = min(leads, default=None)
 
     def done(self) -> int:
         """Steps of all replicas together, those of dead ones included."""
-        return sum(replica.done for replica in self._replicas.values())
+        return self._done
 
     def until(self, number: int) -> int:
         return self._replicas[number].until
@@ -71,10 +88,12 @@ class Grants:
         replica.done = max(replica.done, step)
         if warming:
             replica.released = replica.done
+        self._count()
 
     def dead(self, number: int) -> None:
         """It does no more; what it had been granted is kept until it is known what it did."""
         self._replicas[number].live = False
+        self._count()
 
     def settle(self, number: int, step: int) -> None:
         """The last step of a dead replica that a shard has applied.
@@ -83,11 +102,12 @@ class Grants:
         """
         replica = self._replicas[number]
         replica.done = replica.until = max(step, replica.begin.step)
+        self._count()
 
     def in_warmstart(self) -> bool:
         if not self._warmstart:
             return False
-        return self.done() < self._warmstart and self._runs(self._replicas[self._first()])
+        return self.done() < self._warmstart and self._runs(self._replicas[self._first])
 
     def grant(self, number: int, now: float) -> tuple[int, bool]:
         """The step that the replica may go to, and whether that is the last it will be given."""
@@ -104,6 +124,7 @@ class Grants:
         until = max(replica.until, min(wish, bound))
         if until > replica.until:
             replica.granted_at = now
+        self._granted += until - replica.until
         replica.until = until
         return until, last and until >= bound
 
@@ -113,18 +134,14 @@ class Grants:
         highest, final = self._epoch_bound(replica)
         bounds = [(highest, not final)]  # (step, may be higher later): of equal ones the final one
         if self._steps is not None:
-            pool, n_live = self._steps, 0
-            for other in self._replicas.values():
-                pool -= other.until
-                n_live += other.live
-            share = pool if n_live <= 1 else max(1, pool // (2 * n_live))
+            pool = self._steps - self._granted
+            share = pool if self._n_live <= 1 else max(1, pool // (2 * self._n_live))
             bounds.append((replica.until + min(pool, share), pool > share))
         if self.in_warmstart():
-            left = self._warmstart - self.done() if number == self._first() else 0
+            left = self._warmstart - self.done() if number == self._first else 0
             bounds.append((replica.done + left, True))
         elif self._max_lead is not None:
-            leads = [r.done - r.released for r in self._replicas.values() if self._runs(r)]
-            least = min(leads, default=replica.done - replica.released)
+            least = replica.done - replica.released if self._least is None else self._least
             bounds.append((replica.released + least + self._max_lead, True))
         bound, grows = min(bounds)
         return bound, not grows
@@ -141,7 +158,3 @@ class Grants:
     def _runs(self, replica: _Replica) -> bool:
         """Whether others must wait for it: not a dead one, nor one that is at its end."""
         return replica.live and replica.done < self._epoch_bound(replica)[0]
-
-    def _first(self) -> int:
-        """The replica that does the warmstart: the first live one."""
-        return min((n for n, r in self._replicas.items() if r.live), default=min(self._replicas))
