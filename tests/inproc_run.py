@@ -152,6 +152,9 @@ class InprocRun:
         records = RunRecords(
             life.run_dir, display, self.coordinator, run="run", now=lambda: self.net.now
         )
+        for record in self.records:
+            if record.event == "evaluation":
+                records.record(record)
         records.saved(Saved(step=self.saved[-1], path=life.run_dir.checkpoints))
         outcome = Outcome(status=done.status, reason=done.reason, error=error)
         life._finish(records, Nodes({}, lease_s=1.0), outcome)

@@ -55,6 +55,16 @@ def test_epochs_are_passes_of_all_replicas_weighted_by_rows_and_a_death_is_no_ju
     assert figures.epochs == pytest.approx((30 * (2 + 1 / 3) + 10 * 10) / 40)  # not none
 
 
+def test_a_checkpoint_may_be_ahead_of_the_last_reports() -> None:
+    figures = make(examples=7)
+    figures.report(0.0, 0, report(7, 2, 1, examples=72))
+    figures.report(0.0, 1, report(4, 4, 0, examples=40))
+    figures.reach({0: Position(8, 2, 2), 1: Position(3, 3, 0)})
+    assert figures.steps == 8 + 4
+    assert figures.epochs == pytest.approx((30 * (2 + 2 / 3) + 10 * 4) / 40)
+    assert figures.examples == 7 + 72 + 12 + 40
+
+
 def test_examples_at_a_cut_that_is_ahead_of_the_reports_or_behind_them() -> None:
     figures = make(examples=7)
     at = {0: Position(8, 2, 2), 1: Position(3, 3, 0)}  # replica 0: batches of 12, 12 and 6

@@ -202,6 +202,22 @@ def test_every_end_of_a_runs_own_is_done(status: str) -> None:
     assert describe_summary(replace(SUMMARY, status=status)) == describe_summary(SUMMARY)
 
 
+@pytest.mark.parametrize("status", ["interrupted", "stopped", "failed", "done"])
+@pytest.mark.parametrize("loss", [0.1, None])
+def test_a_run_that_did_not_measure_its_end_says_when_it_measured(
+    status: str, loss: float | None
+) -> None:
+    """What it measured last is of a moment before."""
+    accuracy = None if loss is None else 0.9
+    changes: dict[str, Any] = {"measured_steps": 1920, "measured_epochs": 4.0}
+    line = describe_summary(
+        replace(SUMMARY, status=status, test_loss=loss, test_accuracy=accuracy, **changes)
+    )
+    said = " · test accuracy 90.00 % · measured at step 1,920, epoch 4.00 · runs/digits/1"
+    assert line.endswith(said) == (status != "done" and loss is not None)
+    assert ("measured" in line) == (status != "done" and loss is not None)
+
+
 def test_time_left_is_by_the_speed_since_the_first_snapshot() -> None:
     """A resumed run starts at half: half of the rest took 10 s, so 10 s are left."""
     display, _, err, clock = make_lines()
@@ -299,6 +315,9 @@ def test_json_lines_end_with_finished_and_hold_the_promised_keys() -> None:
         "train_loss": 0.01,
         "test_loss": None,
         "test_accuracy": 0.9722,
+        "measured_steps": None,
+        "measured_epochs": None,
+        "evaluations_left_out": None,
         "error": None,
         "notes": [],
     }

@@ -580,6 +580,54 @@ def test_steps_after_an_older_checkpoint_are_done_again_whatever_was_sent(tmp_pa
     )
 
 
+def test_no_checkpoint_is_ahead_of_the_last_line(tmp_path: Path) -> None:
+    """Shards apply what a worker is killed before it reports."""
+    run_dir, run = begin(TEXT, tmp_path / "r")
+    run.run()
+    figures = run.coordinator.figures
+    whole = figures.summary(run.net.now)
+    for replica, report in figures._reports.items():
+        figures._reports[replica] = msgspec.structs.replace(report, position=Position())
+    assert figures.steps == 0
+    summary = run.end(Done("failed", "shard-0 died"))
+    assert summary.steps == run.saved[-1] == whole["steps"]
+    assert summary.epochs == whole["epochs"]
+    assert run_dir.read_status()["steps"] == summary.steps
+
+
+EVALUATED = [
+    "stop={epochs: 8}",
+    "data.test={source: digits, split: test, scale: 0.0625}",
+    "evaluate.every=1 epoch",
+]
+
+
+def test_evaluations_that_were_due_and_not_made_are_told(tmp_path: Path) -> None:
+    """The evaluator was still at the one before: such a gap in the curve looked like none."""
+    run_dir, run = begin(TEXT, tmp_path / "r", overrides=EVALUATED)
+    done = run.run()
+    made = [record for record in run.records if record.event == "evaluation"]
+    assert 1 < len(made) < 8
+    for run.records in (made, made[1:], made * 8):
+        summary = run.end(done)
+        assert (summary.measured_steps, summary.measured_epochs) == (summary.steps, 8.0)
+        n = max(0, 8 - len(run.records))
+        assert summary.evaluations_left_out == n
+        assert list(read_metrics(run_dir.metrics))[-1]["evaluations_left_out"] == n
+        told = [f for name, f in run.life.display.events if name == "evaluations_left_out"]
+        assert [(f["left_out"], f["due"]) for f in told] == ([(n, 8)] if n else [])
+        assert not told or told[0]["text"].startswith(f"{n} of 8 measurements ")
+    run.records = made[1:]  # a run that is stopped does not wait for the last one
+    assert run.end(Done("interrupted")).evaluations_left_out == 8 - len(made)
+    run.coordinator.unmeasured = True  # that it was lost is told
+    assert run.end(done).evaluations_left_out is None
+
+
+def test_by_the_clock_no_evaluation_is_due_at_a_point(tmp_path: Path) -> None:
+    _, run = begin(TEXT, tmp_path / "r", overrides=[*EVALUATED[:2], "evaluate.every=1 s"])
+    assert run.end(run.run()).evaluations_left_out is None
+
+
 def test_the_last_line_tells_this_life_from_all(tmp_path: Path) -> None:
     """Examples and seconds are of all lives, the rate is of the last."""
     run_dir, first = begin(TEXT, tmp_path / "r")

@@ -65,7 +65,8 @@ class Summary:
     `error` is why it failed.
 
     Steps, epochs, examples and seconds are of all `lives`; `life_examples`, `life_seconds` and the
-    rate of the last one.
+    rate of the last one. `measured_steps` and `measured_epochs`: done when the test figures were
+    measured. `evaluations_left_out`: of those due, how many were not made.
     """
 
     run_dir: str
@@ -81,6 +82,9 @@ class Summary:
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
+    measured_steps: int | None = None
+    measured_epochs: float | None = None
+    evaluations_left_out: int | None = None
     error: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -160,6 +164,8 @@ def describe_summary(summary: Summary) -> str:
         parts.append(f"test loss {_number(s.test_loss)}")
     if s.test_accuracy is not None:
         parts.append(f"test accuracy {_percent(s.test_accuracy, 2)}")
+    if s.status in UNFINISHED and s.test_loss is not None and s.measured_steps is not None:
+        parts.append(f"measured at step {s.measured_steps:,}, epoch {s.measured_epochs:.2f}")
     parts += [*s.notes, s.run_dir]
     return escape_line(" · ".join(parts))
 

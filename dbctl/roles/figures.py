@@ -109,6 +109,11 @@ class Figures:
         """What the shards have applied of a dead replica, which it could not report any more."""
         self._settled[replica] = max(position, self._parts[replica].begin)
 
+    def reach(self, positions: Mapping[int, Position]) -> None:
+        """The run is over, and its checkpoint is of these: a report may not have come in time."""
+        for replica, position in positions.items():
+            self._settled[replica] = max(position, self.position(replica))
+
     def position(self, replica: int) -> Position:
         if replica in self._settled:
             return self._settled[replica]

@@ -60,6 +60,7 @@ from dbctl.run.shipments import Shipments
 from dbctl.run.signals import Signals
 from dbctl.run.wiring import UNENCRYPTED, Wiring
 from dbctl.rundir import RunDir, RunInfo
+from dbctl.wire import Position
 
 EXIT_CODES = {
     **dict.fromkeys(FINISHED, 0),
@@ -112,6 +113,8 @@ class Life:
         self._settings = settings
         self.run_id = new_run_id()
         self.coordinator = leader_of(plan, origin)
+        self._begun_at = self.coordinator.figures.steps, self.coordinator.figures.epochs
+        self._cut_at: tuple[int, Mapping[int, Position]] = (0, {})  # the last one's step and rows
         self._digest = network_digest(plan.experiment)
         self._data = data
 
@@ -220,6 +223,7 @@ class Life:
     def save(self, saver: Saver, save: Save) -> None:
         """Hands a complete cut to the writer, with all that its manifest says."""
         cut: CompleteCut = save.cut
+        self._cut_at = cut.step, cut.rows
         now, figures = time.monotonic(), self.coordinator.figures
         saver.save(
             cut,
@@ -253,12 +257,25 @@ class Life:
 
     def _finish(self, records: RunRecords, nodes: Nodes, outcome: Outcome) -> int:
         now, figures = time.monotonic(), self.coordinator.figures
+        step, rows = self._cut_at
+        if records.checkpoint is not None and records.checkpoint.step == step > figures.steps:
+            figures.reach(rows)
         summary = figures.summary(now)
         error = _error(outcome)
         cause = None if error is None else str(error).partition("\n")[0]
         # One thing: of a run that failed `reason` and `error` are the cause that status.json has.
         reason = cause or outcome.reason
-        records.append("finished", status=outcome.status, reason=reason, error=cause, **summary)
+        left_out = records.tell_left_out(
+            self.experiment.evaluate.every, begun_at=self._begun_at, status=outcome.status
+        )
+        records.append(
+            "finished",
+            status=outcome.status,
+            reason=reason,
+            error=cause,
+            evaluations_left_out=left_out,
+            **summary,
+        )
         records.write_status(now, nodes, outcome.status, reason=cause)
         if error is not None:
             self.display.event("error", f"dbctl: error: {error}", {"message": str(error)})
@@ -274,6 +291,8 @@ class Life:
                 lives=self.lives,
                 life_examples=figures.examples - self.origin.examples,
                 life_seconds=figures.seconds(now) - self.origin.seconds,
+                evaluations_left_out=left_out,
+                **records.measured,
                 **summary,
             )
         )

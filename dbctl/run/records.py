@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from math import isfinite
+from math import floor, isfinite
 from typing import Any
 
 from dbctl.errors import RunError
+from dbctl.experiment.specs import Every
 from dbctl.metrics import Metrics
 from dbctl.progress.display import Display
-from dbctl.progress.text import Snapshot
+from dbctl.progress.text import Snapshot, counted
 from dbctl.roles.base import Record
-from dbctl.roles.leader import Leader
+from dbctl.roles.leader import UNMEASURED, Leader
 from dbctl.run.nodes import Node, Nodes, describe_end, tail_beside
 from dbctl.run.saver import Saved
 from dbctl.rundir import RunDir
@@ -49,6 +50,8 @@ class RunRecords:
         self._steps: dict[str, tuple[int, float]] = {}
         self._warned: set[str] = set()
         self._told: dict[str, dict[str, Any]] = {}  # the last report of each node
+        self.n_evaluations = 0
+        self.measured: dict[str, Any] = {}  # steps and epochs done at the last one
         self.checkpoint: Saved | None = None
         self.save_error = ""
 
@@ -77,6 +80,8 @@ class RunRecords:
             self._told[fields["node"]] = fields
         match record.event:
             case "evaluation":
+                self.n_evaluations += 1
+                self.measured = {f"measured_{key}": fields.get(key) for key in ("steps", "epochs")}
                 self._warn_test_loss(fields["loss"])
                 self._display.event("evaluation", _describe_measured(fields), fields)
             case "worker" if fields.get("refused"):
@@ -130,6 +135,31 @@ class RunRecords:
     def stopping(self) -> None:
         text = "stopping: a final checkpoint is made; once more to stop at once"
         self._display.event("stopping", text)
+
+    def tell_left_out(
+        self, every: Every | None, *, begun_at: tuple[float, float], status: str
+    ) -> int | None:
+        """How many evaluations were due in this life, by steps or epochs, and were not made.
+
+        `begun_at`: steps and epochs done when it began. None where they are not due at points: by
+        the clock the next counts from the one before. That the evaluator was lost is told already.
+        """
+        if every is None or every.unit == "seconds" or self._coordinator.unmeasured:
+            return None
+        figures, which = self._coordinator.figures, int(every.unit == "epochs")
+        ended_at = figures.steps, figures.epochs
+        begun, ended = (floor(at[which] / every.amount + 1e-9) for at in (begun_at, ended_at))
+        due = ended - begun
+        # A run that is stopped does not wait for the last one.
+        n_left_out = max(0, due - self.n_evaluations - (status in UNMEASURED))
+        if n_left_out:
+            text = (
+                f"{n_left_out:,} of {counted(due, 'measurement')} that evaluate.every asks for were"
+                f" left out: they were due faster than they could be made"
+            )
+            fields = {"left_out": n_left_out, "due": due}
+            self._display.event("evaluations_left_out", text, fields)
+        return n_left_out
 
     # --------------------------------------------------------------------- what is going on
 
