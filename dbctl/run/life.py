@@ -292,7 +292,7 @@ class Life:
                 life_examples=figures.examples - self.origin.examples,
                 life_seconds=figures.seconds(now) - self.origin.seconds,
                 evaluations_left_out=left_out,
-                **records.measured,
+                **(records.measured if figures.test_loss is not None else {}),
                 **summary,
             )
         )
