@@ -22,7 +22,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -48,6 +48,9 @@ FILES_LIMIT_S = 8.0  # for the digests of all data files
 REACH_LIMIT_S = 4.0
 BACKLOG = 128
 MEMINFO = Path("/proc/meminfo")
+THREADS_MAX = (Path("/proc/sys/kernel/pid_max"), Path("/proc/sys/kernel/threads-max"))
+OWN_GROUPS = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
 
 
 class Question(Struct, frozen=True, kw_only=True):
@@ -189,6 +192,42 @@ def _open_files() -> int:
     """The hard limit, which agents and nodes raise theirs to; -1: none."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return -1 if hard == resource.RLIM_INFINITY else hard
+
+
+def threads_allowed() -> tuple[int, str]:
+    """How many more the system lets this user have, and what says so; a very large number: any.
+
+    The least of what the kernel, the user's limit (not root's) and the control groups allow.
+    """
+    found = [(_number(path), str(path)) for path in THREADS_MAX]
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if os.geteuid() != 0 and soft != resource.RLIM_INFINITY:
+        found.append((soft, "`ulimit -u`"))
+    for group in _groups():
+        most = group / "pids.max"
+        found.append((_number(most) - _number(group / "pids.current", 0), str(most)))
+    return min(found)
+
+
+def _groups() -> Iterator[Path]:
+    """Directories of the control groups that count this process, also those above its own."""
+    try:
+        lines = OWN_GROUPS.read_text().splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds == "" or "pids" in kinds.split(","):
+            place = GROUPS / kinds / path.lstrip("/")
+            yield from (p for p in (place, *place.parents) if p.is_relative_to(GROUPS))
+
+
+def _number(path: Path, otherwise: int = 2**62) -> int:
+    """What the file says; `otherwise` where it is not there, or says `max`."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return otherwise
 
 
 def probe(workdir: Path) -> str:

@@ -89,6 +89,14 @@ def test_each_fault_is_told_with_its_cure(
     assert cure in one.cure
 
 
+def test_more_processes_than_its_cores_bring_up_are_a_fault() -> None:
+    needs = Needs(room=Room(memory={}, n_processes=1025, most_files=("shard-0", 80)))
+    (one,) = found(answer(replace(GOOD, memory=64 << 30)), needs)
+    assert (one.host, one.about, one.fatal) == ("left", "cores", True)
+    assert "it needs 1,025 processes, and at most 256 x 4 cores = 1,024 come up" in one.what
+    assert "larger host" in one.cure
+
+
 @pytest.mark.parametrize(
     ("theirs", "words", "fatal"),
     [

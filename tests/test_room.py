@@ -1,4 +1,4 @@
-"""Memory and open files: an error where a run cannot fit, a warning where it is tight."""
+"""Memory, files and processes: an error where a run cannot fit, a warning where it is tight."""
 
 from __future__ import annotations
 
@@ -218,6 +218,83 @@ def test_a_batch_takes_no_more_than_the_rows_that_it_has(tmp_path: Path) -> None
     _, run = begin(text, tmp_path / "run", overrides=["stop={steps: 2}", "evaluate=off"])
     run.run()
     assert run.coordinator.status == "done"
+
+
+# --------------------------------------------------------------------------------- processes
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A host with two cores and plenty of all else."""
+    give(monkeypatch, tmp_path, 256 << 30)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(room, "raise_descriptor_limit", lambda: resource.RLIM_INFINITY)
+    monkeypatch.setattr(room, "threads_allowed", lambda: (2**62, ""))
+
+
+@pytest.mark.parametrize(
+    ("override", "n_processes"), [("shards=5000", "1,205"), ("replicas=2000", "2,004")]
+)
+@pytest.mark.usefixtures("large")
+def test_more_processes_than_come_up_are_refused_as_a_plan_and_as_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, n_processes: str
+) -> None:
+    """They were started, for a minute, and then the run gave up."""
+    words = ["train", str(FILE), "--set", override, "--run-dir", str(tmp_path / "run")]
+    said = set()
+    for more in ([], ["--dry-run"]):
+        assert main([*words, *more]) == 3
+        said.add(capsys.readouterr().err)
+    assert len(said) == 1
+    needed = f"has too few cores for this run: it needs {n_processes} processes"
+    assert f"{needed}, and at most 256 x 2 cores = 512 come up" in said.pop()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("large")
+def test_crowds_for_study_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    room.check_processes(load(str(FILE), ["replicas=508"]))
+    with pytest.raises(LaunchError, match="513 processes"):
+        room.check_processes(load(str(FILE), ["replicas=509"]))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    room.check_processes(load(str(FILE), ["replicas=200"]))
+
+
+@pytest.mark.usefixtures("large")
+def test_the_systems_bound_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "threads_allowed", lambda: (99, "`ulimit -u`"))
+    room.check_room(make("replicas=15"), None, None)
+    with pytest.raises(LaunchError) as caught:
+        room.check_room(make("replicas=16"), None, None)
+    assert caught.value.exit_code == 3
+    assert "20 processes x 5 = 100, and 99 more are allowed (`ulimit -u`)" in str(caught.value)
+
+
+def test_the_least_of_all_bounds_of_threads_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the kernel, of the user, and of each control group from the process's own to the top."""
+    kernel, own, groups = tmp_path / "pid_max", tmp_path / "cgroup", tmp_path / "groups"
+    monkeypatch.setattr(examine, "THREADS_MAX", (kernel, tmp_path / "not there"))
+    monkeypatch.setattr(examine, "OWN_GROUPS", own)
+    monkeypatch.setattr(examine, "GROUPS", groups)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (900, 950))
+    kernel.write_text("1000\n")
+    assert examine.threads_allowed() == (900, "`ulimit -u`")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert examine.threads_allowed() == (1000, str(kernel))
+    for lines, place in (("0::/job/step", groups), ("4:cpu:/\n8:pids:/job/step", groups / "pids")):
+        own.write_text(f"{lines}\n")
+        (place / "job" / "step").mkdir(parents=True)
+        (place / "job" / "step" / "pids.max").write_text("max\n")
+        (place / "job" / "pids.max").write_text("800\n")
+        (place / "job" / "pids.current").write_text("30\n")
+        assert examine.threads_allowed() == (770, str(place / "job" / "pids.max"))
+
+
+def test_this_host_allows_some_threads() -> None:
+    assert examine.threads_allowed()[0] > 100
 
 
 # -------------------------------------------------------------------------------- open files

@@ -16,7 +16,7 @@ from dbctl.experiment.specs import HostSpec
 from dbctl.launch.base import Answer
 from dbctl.launch.ssh_words import checkout, how_to_bring
 from dbctl.process import escape
-from dbctl.run.room import Room, files_fault, is_too_large, memory_fault
+from dbctl.run.room import Room, cores_fault, files_fault, is_too_large, memory_fault
 
 SMALL_DISK_BYTES = 1 << 30
 CLOCK_LIMIT_S = 1.0
@@ -146,6 +146,9 @@ def _of_room(facts: Facts, room: Room) -> Iterator[Row]:
     if said := files_fault(room, facts.open_files):
         said, _, do = said.rpartition("; ")
         yield "open files", said, do, True
+    if said := cores_fault(room, facts.cores):
+        said, _, do = said.rpartition("; ")
+        yield "cores", said, do, True
 
 
 def _of_file(

@@ -1,11 +1,13 @@
-"""Whether a host has room for a run: memory and open files, asked before anything is started.
+"""Whether a host has room for a run: memory, files, processes, asked before anything is started.
 
 Rules of this file: an error only where the run cannot fit, by figures that are rather too low
 (pages of libraries and of mapped files are shared, so they do not count for each process); a
 warning above 80 % of what there is. Theory of operation: the plan says what each process holds,
 /proc/meminfo what is free (the kernel's own estimate, caches included), and the hard limit how many
 files a process may have open: sockets, shared memory, the pipes of the agent. The soft limit is
-raised to it. Other hosts say what they have when they are examined (dbctl/run/findings.py).
+raised to it. Processes count by their threads where the system bounds those, and by the cores that
+are to bring them up. Other hosts say what they have when they are examined
+(dbctl/run/findings.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 from dbctl.data.sources import Source
 from dbctl.errors import LaunchError
-from dbctl.examine import MEMINFO, available_bytes
+from dbctl.examine import MEMINFO, available_bytes, threads_allowed
 from dbctl.experiment.specs import Experiment, SandblasterSpec, SshCluster
 from dbctl.model.network import n_parameters
 from dbctl.plan import ITEM_BYTES, LOCALHOST, PROCESS_BYTES, Plan, method_vectors
@@ -30,6 +32,10 @@ WARN_SHARE = 0.8
 # Threads of workers a core. A worker waits now and then, for its shards and for other partitions,
 # so some more of them than cores keep the cores busy; more than that only take turns.
 MANY_THREADS = 2
+# Processes a core. Ours: twice what a study of many replicas on a small machine takes. Two cores
+# bring 400 up in 20 s, and more than these neither come up in time nor train anything.
+MOST_A_CORE = 256
+THREADS_A_PROCESS = 5  # the loop's, the link's, its watcher's and two of ZeroMQ's
 
 # Descriptors, measured: what every process has, and what each further peer takes.
 NODE_FILES = 24
@@ -89,11 +95,14 @@ def _check(room: Room) -> list[str]:
     if fault := files_fault(room, raise_descriptor_limit()):
         raise LaunchError(LOCALHOST, fault)
     available = available_bytes()
-    if available is None or not (said := memory_fault(room, available)):
-        return []
-    if is_too_large(room, available):
+    said = "" if available is None else memory_fault(room, available)
+    if available is not None and said and is_too_large(room, available):
         raise LaunchError(LOCALHOST, f"has too little memory for this run: {said}")
-    return [f"memory may not suffice: {said}"]
+    if fault := threads_fault(room, *threads_allowed()):
+        raise LaunchError(LOCALHOST, fault)
+    if fault := cores_fault(room, len(os.sched_getaffinity(0))):
+        raise LaunchError(LOCALHOST, fault)
+    return [f"memory may not suffice: {said}"] if said else []
 
 
 def without_rows(plan: Plan) -> str:
@@ -208,4 +217,32 @@ def files_fault(room: Room, limit: int) -> str:
     return (
         f"allows too few open files for this run: {name} needs about {needed:,}, and the hard "
         f"limit is {limit:,} (`ulimit -Hn`); raise it, or take fewer replicas or shards"
+    )
+
+
+# --------------------------------------------------------------------------------- processes
+
+
+def threads_fault(room: Room, allowed: int, where: str) -> str:
+    """What is wrong where the system allows so many threads more, as `where` says; or ""."""
+    needed = room.n_processes * THREADS_A_PROCESS
+    if needed <= allowed:
+        return ""
+    each = f"{room.n_processes:,} processes x {THREADS_A_PROCESS}"
+    return (
+        f"allows too few threads for this run: it needs {each} = {needed:,}, and {allowed:,} more "
+        f"are allowed ({where}); raise it, or take fewer replicas, partitions or shards"
+    )
+
+
+def cores_fault(room: Room, cores: int) -> str:
+    """What is wrong with more processes than come up and work on so many cores; or ""."""
+    most = MOST_A_CORE * cores
+    if room.n_processes <= most:
+        return ""
+    on = f"{cores} core{'s' if cores > 1 else ''}"
+    return (
+        f"has too few cores for this run: it needs {room.n_processes:,} processes, and at most "
+        f"{MOST_A_CORE} x {on} = {most:,} come up and work; take fewer replicas, partitions or "
+        "shards, or a larger host"
     )
