@@ -761,6 +761,23 @@ def test_a_stop_that_an_unfinished_run_is_past_is_told_at_once(
     assert not prepare(run_dir).finished  # with the stop that it had it goes on
 
 
+def test_epochs_that_are_done_on_average_are_told_before_another_count_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All replicas would begin behind their last step."""
+    counts = ["replicas=2", "optimizer.warmstart={steps: 16}", "stop={epochs: 9}"]
+    run_dir, run = begin(TEXT, tmp_path / "r", overrides=counts)
+    run.run(interrupt_at=20)
+    sets = ["replicas=1", "stop.epochs=1"]
+    assert not prepare(run_dir, sets[1:]).finished  # one of the two has not done it
+    assert not prepare(run_dir, ["replicas=1", "stop.epochs=2"]).finished
+    before = {path: path.stat().st_mtime_ns for path in run_dir.path.rglob("*")}
+    assert main(["resume", str(run_dir.path), "--set", sets[0], "--set", sets[1]]) == 0
+    out = capsys.readouterr().out
+    assert "stop.epochs (1) on average of the replicas was reached already: it goes on" in out
+    assert {path: path.stat().st_mtime_ns for path in run_dir.path.rglob("*")} == before
+
+
 def test_an_end_that_was_not_measured_yet_is_gone_on_with(tmp_path: Path) -> None:
     """Interrupted at its stop, before the final evaluation."""
     stop = asdict(parse(TEXT).stop)
@@ -820,6 +837,16 @@ def test_a_standardized_run_resumes_with_the_statistics_it_had(tmp_path: Path) -
         assert prepare(run_dir, ["stop.steps=20"]).warnings == [told]
     go_on(run_dir, ["stop.steps=20"]).run()
     assert contents(newest(run_dir)) == contents(expected)
+
+
+def test_a_finished_run_makes_no_statistics_again(tmp_path: Path) -> None:
+    """Nobody would read them."""
+    overrides = ["data.train={source: digits, split: train, rows: 200, standardize: true}"]
+    run_dir, run = begin(TEXT, tmp_path / "r", overrides=overrides)
+    run.run()
+    (run_dir.path / "standardize.npz").unlink()
+    assert prepare(run_dir).warnings == []
+    assert not (run_dir.path / "standardize.npz").exists()
 
 
 def test_the_initial_values_are_not_those_of_a_checkpoint(done: RunDir) -> None:

@@ -53,6 +53,7 @@ from dbctl.run.shipments import shipments_of
 from dbctl.run.signals import Interrupted, Signals
 from dbctl.run.wiring import Wiring
 from dbctl.rundir import RunDir
+from dbctl.wire import Position
 
 CHANGEABLE = (
     "stop",
@@ -168,14 +169,16 @@ def prepare(
     train, test = open_data(experiment, between=between)
     data = digest(experiment.data.train)
     _check_data(checkpoint, data)
-    if not statistics_stand(experiment, train, run_dir):  # of the same data: to the same bits
-        warnings = [*warnings, f"{run_dir.path / STATISTICS}: missing or damaged, is made again"]
-        keep_statistics(experiment, train, run_dir, between=between)
     plan = plan_of(experiment, train, test, between=between)
     wiring = wire(plan)
     warnings = [*warnings, *fewer_shards(plan), *check_room(plan, train, test)]
     manifest = checkpoint.manifest
     positions, again = beginnings(manifest, plan)
+    finished = _is_finished(manifest, experiment.stop, _epoch_of_all(positions))
+    if not (finished or statistics_stand(experiment, train, run_dir)):
+        # Of the same data: to the same bits.
+        warnings = [*warnings, f"{run_dir.path / STATISTICS}: missing or damaged, is made again"]
+        keep_statistics(experiment, train, run_dir, between=between)
     origin = Origin(
         restore=str(checkpoint.path.absolute()),
         positions=positions,
@@ -189,7 +192,7 @@ def prepare(
         checkpoint=checkpoint,
         warnings=warnings,
         rows_again=again,
-        finished=_is_finished(manifest, experiment.stop),
+        finished=finished,
         changed=_changed(run_dir, experiment),
         train=train,
         test=test,
@@ -269,23 +272,31 @@ def _changed(run_dir: RunDir, experiment: Experiment) -> list[str]:
 # ------------------------------------------------------------------------------------ a later stop
 
 
-def _is_finished(manifest: Manifest, stop: StopSpec) -> bool:
-    """Whether the run had reached its stop, or is at or past one set anew: `stop` asks no more."""
+def _is_finished(manifest: Manifest, stop: StopSpec, epoch: int = 0) -> bool:
+    """Whether the run had reached its stop, or is at or past one set anew: `stop` asks no more.
+
+    `epoch`: which all replicas would begin with.
+    """
     if manifest.extra.get("stop") == asdict(stop):
         return bool(manifest.extra.get("finished"))  # if not, its end is still to be measured
-    return bool(_reached(manifest, stop))
+    return bool(_reached(manifest, stop, epoch))
 
 
-def _reached(manifest: Manifest, stop: StopSpec) -> list[str]:
+def _reached(manifest: Manifest, stop: StopSpec, epoch: int) -> list[str]:
     """The keys of `stop` that the checkpoint is at or past."""
     done = {
         "steps": manifest.step,
-        "epochs": _whole_epochs(manifest),
+        "epochs": max(epoch, _whole_epochs(manifest)),
         "seconds": manifest.seconds,
         "test_accuracy": manifest.extra.get("test_accuracy") or 0.0,
     }
     limits = asdict(stop)
     return [key for key, at in done.items() if limits[key] is not None and at >= limits[key]]
+
+
+def _epoch_of_all(positions: Mapping[int, Position]) -> int:
+    """Of another count of replicas, how many epochs were done on average (positions.py)."""
+    return min((position.epoch for position in positions.values()), default=0)
 
 
 def _whole_epochs(manifest: Manifest) -> float:
@@ -297,13 +308,15 @@ def _whole_epochs(manifest: Manifest) -> float:
     return min((row.epoch for row in rows), default=0)
 
 
-def _what_next(manifest: Manifest, stop: StopSpec) -> str:
+def _what_next(manifest: Manifest, stop: StopSpec, epoch: int) -> str:
     """Which stop keeps the run from going on, and how to set it anew."""
     if manifest.extra.get("status") == "converged":
         return "had converged already: more iterations would change nothing"
     limits = asdict(stop)
-    keys = _reached(manifest, stop) or [key for key in limits if limits[key] is not None]
+    keys = _reached(manifest, stop, epoch) or [key for key in limits if limits[key] is not None]
     met = " and ".join(f"stop.{key} ({limits[key]:g})" for key in keys)
+    if keys == ["epochs"] and _whole_epochs(manifest) < limits["epochs"]:
+        met += " on average of the replicas"
     sets = " ".join(f"--set stop.{key}=N" for key in keys)
     found = f"had finished already by {met}"
     if not manifest.extra.get("finished"):
@@ -314,7 +327,8 @@ def _what_next(manifest: Manifest, stop: StopSpec) -> str:
 def _already_finished(run_dir: RunDir, found: Resumption) -> Summary:
     """The last line again; what only the last life knew comes from its status, if it is of it."""
     manifest = found.checkpoint.manifest
-    notes = [_what_next(manifest, found.plan.experiment.stop)]
+    epoch = _epoch_of_all(found.origin.positions)
+    notes = [_what_next(manifest, found.plan.experiment.stop, epoch)]
     if found.changed:
         notes.append(f"of no effect, as nothing is trained: {', '.join(found.changed)}")
     known: dict[str, float] = {}
