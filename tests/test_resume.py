@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -847,6 +848,23 @@ def test_a_finished_run_makes_no_statistics_again(tmp_path: Path) -> None:
     (run_dir.path / "standardize.npz").unlink()
     assert prepare(run_dir).warnings == []
     assert not (run_dir.path / "standardize.npz").exists()
+
+
+def test_a_full_disk_is_told_of_the_statistics_and_the_next_try_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(file: IO[bytes], **arrays: object) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    given, place = tmp_path / "file.yaml", tmp_path / "run"
+    given.write_text(TEXT.replace("scale: 0.0625", "standardize: true"))
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        assert main(["train", str(given), "--run-dir", str(place)]) == 1
+    said = capsys.readouterr().err
+    assert f"{place}/standardize.npz: cannot be written: no space left on device" in said
+    assert main(["train", str(given), "--run-dir", str(place), "--dry-run"]) == 0
 
 
 def test_the_initial_values_are_not_those_of_a_checkpoint(done: RunDir) -> None:

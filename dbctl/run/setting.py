@@ -16,7 +16,7 @@ from typing import Any
 
 from dbctl.data.prepare import Statistics, statistics
 from dbctl.data.sources import Source, check, check_files, open_source
-from dbctl.errors import DataError
+from dbctl.errors import DataError, file_at_fault
 from dbctl.experiment.resolve import to_json
 from dbctl.experiment.specs import Experiment, SshCluster
 from dbctl.launch.base import AgentHandle, start_order
@@ -78,9 +78,15 @@ def keep_statistics(
     *,
     between: Callable[[], None] = lambda: None,
 ) -> None:
-    """`standardize`: mean and deviation of the training rows stay in the run directory."""
+    """`standardize`: mean and deviation of the training rows stay in the run directory.
+
+    RunError: they cannot be written.
+    """
     if experiment.data.train.standardize:
-        statistics(train, between=between).save(str(run_dir.path / STATISTICS))
+        path = run_dir.path / STATISTICS
+        found = statistics(train, between=between)
+        with file_at_fault(path, "written"):
+            found.save(str(path))
 
 
 def statistics_stand(experiment: Experiment, train: Source, run_dir: RunDir) -> bool:
