@@ -204,12 +204,29 @@ def test_an_agent_that_starts_nothing_for_a_lease_is_told() -> None:
     assert nodes.unanswered(LEASE_S + END_S + 0.1) is None
     error = nodes.unanswered(2 * LEASE_S + END_S)
     assert error is not None
-    assert "told to start worker-0.1 12 s ago" in str(error)
+    assert "told to start worker-0.0 12 s ago" in str(error)
     nodes.excuse(2 * LEASE_S)
     assert nodes.unanswered(3 * LEASE_S - 0.1) is None, "its answer may wait unread"
     for name in ("worker-0.1", "worker-1.0"):
         nodes.receive(2 * LEASE_S, name, Started(name, 1, 7))
-    assert nodes.unanswered(9 * LEASE_S) is None, "the nodes are loading"
+    assert nodes.unanswered(3 * LEASE_S + END_S - 0.1) is None, "the nodes are loading"
+
+
+def test_an_agent_that_is_stopped_while_its_nodes_load_is_told() -> None:
+    """And not, a minute later, a node of it. Orders are said again, and answered each time."""
+    nodes = pair()
+    nodes.start(0.0)
+    for name in nodes.nodes:
+        nodes.receive(0.1, name, Started(name, 1, 7))
+    for now in (LEASE_S, 2 * LEASE_S, 3 * LEASE_S):
+        nodes.receive(now, "worker-1.0", Started("worker-1.0", 1, 7))
+        assert nodes.unanswered(now + LEASE_S) is None, "the nodes are loading"
+    error = nodes.unanswered(4 * LEASE_S + END_S + 0.1)
+    assert error is not None
+    assert error.node == AGENT
+    for name in nodes.nodes:
+        nodes.receive(3 * LEASE_S, name, Ready(f"ipc://{name}", 7))
+    assert nodes.unanswered(9 * LEASE_S) is None, "no order waits for an answer"
 
 
 def test_the_first_beat_of_many_may_be_late() -> None:

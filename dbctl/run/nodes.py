@@ -200,7 +200,8 @@ class Nodes:
             if not node.alive or node.ordered_at is None:
                 continue
             what, since, limit_s = "end", node.killed_at, self._lease_s
-            if not node.started:
+            # An order is said again until its node is ready, and answered each time.
+            if not node.started or (since is None and not node.endpoint):
                 what, since = "start", max(node.first_ordered_at, self._heard_at.get(node.agent, 0))
                 limit_s += END_S
             if since is not None and now - since > limit_s:
