@@ -94,3 +94,14 @@ def test_with_three_buffers_held_the_update_waits() -> None:
     assert parameters.writable() is None
     handouts.take_back(A, 1)
     assert parameters.writable() is first
+
+
+def test_a_shard_begins_with_its_values_but_no_zero_has_a_minus() -> None:
+    """What the kernels of an update count on (`dbctl.optim.blocks.Operands`)."""
+    values = np.array([-0.0, 0.0, -1e-45, 0.1, -3.4e38, np.inf, np.nan], "float32")
+    values.flags.writeable = False
+    parameters = ParameterBuffers(values, allocate=PlainBuffer, handouts=Handouts())
+    begun = parameters.current.array
+    assert begun.dtype == np.float32
+    assert not np.signbit(begun[0])
+    assert begun[1:].tobytes() == values[1:].tobytes()

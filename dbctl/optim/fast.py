@@ -154,7 +154,7 @@ def prepare(name: str, dtype: np.dtype[Any]) -> None:
 
 def _run(name: str, operands: Operands, *rest: Array | Scalar) -> None:
     out, parameters, gradient, decay = operands
-    in_place = _address(out) == _address(parameters)
+    in_place = operands.in_place
     _kernel(name, out.dtype.name, in_place)(
         out,
         None if in_place else _read_only(parameters),
@@ -163,11 +163,6 @@ def _run(name: str, operands: Operands, *rest: Array | Scalar) -> None:
         bool(decay != 0),
         *rest,
     )
-
-
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _read_only(array: Array) -> Array:

@@ -199,7 +199,8 @@ def make_rule(spec: RuleSpec, *, fast: bool | None = None, size: int = 0) -> Rul
     """The rule that `spec` describes, for slices of about `size` elements.
 
     fast: True compiles with numba (ImportError without it), False never does, None does where
-    `size` earns numba's import and it works (optim/fast.py). No bit depends on it.
+    `size` earns numba's import and it works (optim/fast.py). No bit depends on it: see
+    `blocks.Operands` for the one thing that might.
     """
     use_fast = compiled.earns(size) if fast is None else fast
     common: dict[str, Any] = {"rate": spec.rate, "warm_up": spec.warm_up, "fast": use_fast}

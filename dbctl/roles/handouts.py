@@ -67,7 +67,8 @@ class ParameterBuffers:
             allocate(len(values), values.dtype.str) for _ in range(N_PARAMETER_BUFFERS)
         ]
         self.current = self._buffers[0]
-        np.copyto(self.current.array, values)
+        # A copy without -0.0, which no update makes (optim/blocks.py, Operands).
+        np.add(values, 0.0, out=self.current.array)
 
     def writable(self) -> Buffer | None:
         """The buffer that the next update is written into; None while readers hold all three."""

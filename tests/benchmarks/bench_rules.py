@@ -9,7 +9,8 @@ for its writes. Bytes read and written per element: copyto 8,
 sgd 12, momentum and adagrad 20, adam 28; what a rule reads twice counts once. PyTorch: its default
 and its fused optimisers. `apart` is an update into another buffer, as when a reader holds the
 current one: one array more goes through memory, which is not counted. `zeros`: a third of all
-gradients were always zero.
+gradients were always zero. `blocks` of sgd is one call of numpy's OpenBLAS where that will do
+(optim/blas.py), which `apart` and every other rule's are not.
 
 Parameters and gradients, and what copyto copies, are shared memory as in a run, which begins at a
 page: numpy's own arrays, as the state of a rule is, begin 16 or 32 bytes after a cache line, and
