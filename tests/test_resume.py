@@ -617,7 +617,7 @@ def test_evaluations_that_were_due_and_not_made_are_told(tmp_path: Path) -> None
         assert list(read_metrics(run_dir.metrics))[-1]["evaluations_left_out"] == n
         told = [f for name, f in run.life.display.events if name == "evaluations_left_out"]
         assert [(f["left_out"], f["due"]) for f in told] == ([(n, 8)] if n else [])
-        assert not told or told[0]["text"].startswith(f"{n} of 8 measurements ")
+        assert not told or told[0]["text"].startswith(f"{8 - n} of 8 measurements made: ")
     run.records = made[1:]  # a run that is stopped does not wait for the last one
     assert run.end(Done("interrupted")).evaluations_left_out == 8 - len(made)
     run.coordinator.unmeasured = True  # that it was lost is told

@@ -154,8 +154,8 @@ class RunRecords:
         n_left_out = max(0, due - self.n_evaluations - (status in UNMEASURED))
         if n_left_out:
             text = (
-                f"{n_left_out:,} of {counted(due, 'measurement')} that evaluate.every asks for were"
-                f" left out: they were due faster than they could be made"
+                f"{due - n_left_out:,} of {counted(due, 'measurement')} made: one that is due while"
+                f" the one before is made is left out"
             )
             fields = {"left_out": n_left_out, "due": due}
             self._display.event("evaluations_left_out", text, fields)
