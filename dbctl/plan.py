@@ -76,6 +76,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     split: str = "test"
     training: bool = True  # False: `dbctl eval`
     starts: tuple[int | None, ...] = ()  # of a shard: where each partition's slice begins
+    busy: int = 0  # of a shard: threads that others on its host compute with while it updates
     tcp: Tcp | None = None  # None: all that it talks to are on its own host
     far: tuple[str, ...] = ()  # reached through the agents, and maps no memory of this host
     sent: Sent | None = None  # None: the run's files are read where they are

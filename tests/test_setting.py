@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ from dbctl.experiment.specs import (
     SandblasterSpec,
 )
 from dbctl.launch.base import AgentHandle
+from dbctl.node.build import build
 from dbctl.plan import NodeSpec, Plan, make_evaluation_plan, make_plan
 from dbctl.region import Range
+from dbctl.roles.base import PlainBuffer
 from dbctl.run.methods import coordinator_start, state_vectors
 from dbctl.run.nodes import Node
 from dbctl.run.setting import (
     Origin,
     beginnings,
+    busy_beside,
     evaluator_groups,
     make_nodes,
     network_digest,
@@ -241,6 +245,49 @@ def test_nodes_of_two_hosts_are_told_keys_and_those_of_one_are_not(tmp_path: Pat
 
 
 # -------------------------------------------------------------------------------- small things
+
+
+BLOCKING = "optimizer.overlap=false"
+ALONE = ("replicas=1", "optimizer.warmstart=null")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "busy"),
+    [
+        (("replicas=3", "shards=1"), 3),
+        (("replicas=3", "shards=1", BLOCKING), 3),  # of the others, who do not wait for this push
+        ((*ALONE, "shards=1"), 1),  # it goes on with the next step
+        ((*ALONE, "shards=1", BLOCKING), 0),
+        ((*ALONE, "shards=1", "threads=2", "partition={count: 2}"), 4),
+        ((*ALONE, "shards=1", "threads=2", "partition={count: 2}", BLOCKING), 0),
+        ((*ALONE, "shards=1", BLOCKING, "optimizer.n_fetch=2"), 1),
+        ((*ALONE, "shards=3", BLOCKING), 2),  # which are pushed to as well
+    ],
+)
+def test_a_shard_is_told_how_many_threads_compute_beside_it(
+    overrides: tuple[str, ...], busy: int, tmp_path: Path
+) -> None:
+    given = load(str(FILE), ["evaluate.every=1 epoch", "threads=1", *overrides])
+    plan = make_plan(given, rows=100, test_rows=20, cores=2)
+    told = {name: spec_of(node).busy for name, node in nodes_of(plan, tmp_path).items()}
+    assert {busy for name, busy in told.items() if name.startswith("shard")} == {busy}
+
+
+def test_a_shard_updates_with_the_cores_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    spec = spec_of(nodes_of(make(), tmp_path)["shard-0"])
+    for busy, threads in ((0, 4), (1, 3), (5, 1)):
+        shard = build(msgspec.structs.replace(spec, busy=busy), PlainBuffer)
+        assert shard.slices[0]._team._threads == threads
+
+
+def test_only_what_is_on_a_shards_own_host_counts(tmp_path: Path) -> None:
+    hosts = "[{name: a, labels: [shard]}, {name: b, labels: [worker, evaluator]}]"
+    given = load(str(FILE), ["threads=1", "shards=1", f"cluster={{launcher: ssh, hosts: {hosts}}}"])
+    plan = make_plan(given, rows=100, test_rows=20, cores=2)
+    assert busy_beside(plan, plan.of_role("shard")[0]) == 0
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ a shard loads no data, a worker no optimiser state.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,7 @@ from dbctl.node.portions import NetworkPortions
 from dbctl.optim.gradients import prepare
 from dbctl.optim.methods import saved_names
 from dbctl.optim.schedules import rate_at
+from dbctl.optim.team import Team, size_of_team
 from dbctl.optim.updates import make_rule
 from dbctl.plan import EVALUATION_BATCH, NodeSpec
 from dbctl.process import log
@@ -112,7 +114,13 @@ def build_shard(
     values, version = _values(spec, experiment, state, cut=cut, span=span, checkpoint=checkpoint)
     scaling = isinstance(optimizer, DownpourSpec) and optimizer.staleness_scaling
     online = ShardStart(
-        **common, values=values, state=state, rule=rule, version=version, staleness_scaling=scaling
+        **common,
+        values=values,
+        state=state,
+        rule=rule,
+        version=version,
+        staleness_scaling=scaling,
+        team=Team(size_of_team(len(os.sched_getaffinity(0)), busy=spec.busy)),
     )
     return Shard(online, allocate=allocate, lends=lends)
 

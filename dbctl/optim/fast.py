@@ -135,11 +135,11 @@ def _kernel(name: str, dtype: str, in_place: bool) -> Callable[..., None]:
     )
     compiled: Callable[..., None]
     try:
-        compiled = numba.njit([signature], error_model="numpy", cache=True)(source)
+        compiled = numba.njit([signature], error_model="numpy", nogil=True, cache=True)(source)
     except Exception:
         # No directory to write to, a full disk, a cache file cut short: the cache only saves time.
         # What is wrong with the kernel itself is raised again here.
-        compiled = numba.njit([signature], error_model="numpy")(source)
+        compiled = numba.njit([signature], error_model="numpy", nogil=True)(source)
     return compiled
 
 

@@ -19,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+from dbctl.optim.team import ALONE, Team
 from dbctl.region import Range
 from dbctl.rights import CONTROLLER
 from dbctl.roles.base import NEVER, NOW, Allocate, Array, Effects, Send, View
@@ -66,6 +67,7 @@ class ShardStart:
 
     `decays` are (elements of the span, L2 coefficient) in order, covering it once. `partitions`:
     the ranges of the flat vector that the partitions of a replica hold; none where it is whole.
+    `team`: what checks and updates a long slice.
     """
 
     name: str
@@ -78,6 +80,7 @@ class ShardStart:
     version: int = 0
     term: int = 1
     staleness_scaling: bool = False
+    team: Team = ALONE
 
     def slices(self, *, allocate: Allocate, handouts: Handouts) -> list[Slice]:
         found = []
@@ -93,6 +96,7 @@ class ShardStart:
                     version=self.version,
                     allocate=allocate,
                     handouts=handouts,
+                    team=self.team,
                     staleness_scaling=self.staleness_scaling,
                 )
             )

@@ -8,13 +8,14 @@ workers only, has buffers of its own, and counts its own updates, from which sch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
 
 from dbctl.optim.gradients import is_finite
+from dbctl.optim.team import ALONE, Team
 from dbctl.region import Range
 from dbctl.roles.base import Allocate, Array, Buffer, View
 from dbctl.roles.handouts import Handouts, ParameterBuffers
@@ -126,6 +127,7 @@ class Slice:
         version: int,
         allocate: Allocate,
         handouts: Handouts,
+        team: Team = ALONE,
         staleness_scaling: bool = False,
     ) -> None:
         self.span = span
@@ -134,6 +136,7 @@ class Slice:
         self._rule = rule
         self._decays = list(decays)
         self._staleness_scaling = staleness_scaling
+        self._team = team
         self._allocate = allocate
         self._buffers = ParameterBuffers(values, allocate=allocate, handouts=handouts)
         self._copies: list[Buffer] = []
@@ -154,12 +157,13 @@ class Slice:
         return is_whole(push, self.span)
 
     def take(self, push: Push, *, staleness: int) -> Outcome:
-        if not is_finite(push.payload):
+        payload = push.payload
+        if not all(self._team.each(len(payload), lambda at: is_finite(payload[at]))):
             return Outcome.REFUSED
         target = self.writable()
         assert target is not None, "a push was to wait until a buffer is free"
         divide_rate = max(1, staleness) if self._staleness_scaling else 1
-        self.update(push.payload, target, divide_rate=divide_rate)
+        self.update(payload, target, divide_rate=divide_rate)
         return Outcome.APPLIED
 
     def handed_to(self, reader: str) -> Buffer:
@@ -168,20 +172,31 @@ class Slice:
     def update(self, gradient: Array, target: Buffer, *, divide_rate: int) -> None:
         """One update, written into `target`, which becomes the current buffer."""
         rate = self._rule.rate(self.version) / divide_rate
-        current, out = self.current.array, target.array
         for part, decay in self._decays:
-            at = part.slice()
+            job = self._update(part, gradient, target, rate=rate, decay=decay)
+            self._team.each(len(part), job)
+        self._buffers.publish(target)
+        self.version += 1
+
+    def _update(
+        self, part: Range, gradient: Array, target: Buffer, *, rate: float, decay: float
+    ) -> Callable[[slice], None]:
+        """The job of updating elements of `part`, counted from its first."""
+        current, out, version = self.current.array, target.array, self.version
+
+        def update(some: slice) -> None:
+            at = slice(part.start + some.start, part.start + some.stop)
             self._rule.update(
                 current[at],
                 gradient[at],
                 {name: vector[at] for name, vector in self.state.items()},
-                n=self.version,
+                n=version,
                 rate=rate,
                 out=out[at],
                 decay=decay,
             )
-        self._buffers.publish(target)
-        self.version += 1
+
+        return update
 
     def vectors(self) -> list[tuple[str, View]]:
         """For a cut: the current parameters as they lie, and copies of the optimiser state."""

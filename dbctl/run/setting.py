@@ -18,9 +18,9 @@ from dbctl.data.prepare import Statistics, statistics
 from dbctl.data.sources import Source, check, check_files, open_source
 from dbctl.errors import DataError, file_at_fault
 from dbctl.experiment.resolve import to_json
-from dbctl.experiment.specs import Experiment, SshCluster
+from dbctl.experiment.specs import Experiment, SandblasterSpec, SshCluster
 from dbctl.launch.base import AgentHandle, start_order
-from dbctl.plan import NodeSpec, Plan, make_plan
+from dbctl.plan import NodePlan, NodeSpec, Plan, make_plan
 from dbctl.run.nodes import Node
 from dbctl.run.vectors import Vectors
 from dbctl.run.wiring import Wiring, ends_of, partners_of, talks_to, wired
@@ -131,6 +131,24 @@ def plan_of(
     )
 
 
+def busy_beside(plan: Plan, shard: NodePlan) -> int:
+    """Threads that others on a shard's host compute with while it updates.
+
+    An only replica that fetches what it has pushed before it goes on waits meanwhile; the other
+    shards update at the same time.
+    """
+    optimizer = plan.experiment.optimizer
+    client = None if isinstance(optimizer, SandblasterSpec) else optimizer.client
+    waits = client is not None and not client.overlap and client.n_fetch == 1
+    beside = [node for node in plan.nodes if node.host == shard.host and node != shard]
+    return sum(
+        node.threads
+        for node in beside
+        if node.role == "shard"
+        or (node.role == "worker" and not (waits and plan.experiment.replicas == 1))
+    )
+
+
 def describe(plan: Plan) -> dict[str, object]:
     """What a life of a run is made of, for its first record."""
     optimizer = plan.experiment.optimizer
@@ -224,6 +242,7 @@ def make_nodes(
             split=split,
             training=bool(plan.of_role("worker")),
             starts=plan.starts_in(node.node) if node.role == "shard" else (),
+            busy=busy_beside(plan, node) if node.role == "shard" else 0,
             tcp=ends[node.node].tcp,
             far=ends[node.node].far,
             sent=sent if agent.keeps_logs else None,
