@@ -329,12 +329,10 @@ def _worker_nodes(
     between: Callable[[], None],
 ) -> Iterator[NodePlan]:
     optimizer = experiment.optimizer
-    slots = optimizer.slots if isinstance(optimizer, DownpourSpec) else 2
-    summed = 1
-    if isinstance(optimizer, DownpourSpec):
-        summed = optimizer.n_push
-    elif isinstance(optimizer, SandblasterSpec):
-        summed = optimizer.send_every
+    if isinstance(optimizer, SandblasterSpec):
+        slots, summed = 2, optimizer.send_every
+    else:
+        slots, summed = optimizer.client.slots_used, optimizer.client.n_push
     vectors = 1 + slots + (summed > 1)
     features = prod(experiment.network.input)
     parts = [

@@ -264,6 +264,22 @@ def test_no_more_pushes_are_under_way_than_slots() -> None:
     assert [push.seq for push in only(Push, said)] == [3]
 
 
+def test_an_answer_acknowledges_what_it_holds() -> None:
+    """One slot, and the Ack is lost: the answer that the push is in frees it."""
+    worker = Worker(slots=1)
+    [fetch] = only(Fetch, worker.join())
+    [fetch] = only(Fetch, worker.answer(fetch))
+    assert worker.answer(fetch, holds=0) == [Return(2)], "of nothing that is not in it"
+    [fetch] = only(Fetch, worker.tell(Ack(1, 1, 1)))
+    said = worker.answer(fetch, holds=2)
+    assert [push.seq for push in only(Push, said)] == [3]
+    [fetch] = only(Fetch, said)
+    again = worker.answer(fetch, holds=3)
+    worker.now += 40
+    again += worker.go()
+    assert [push.seq for push in only(Push, again)] == [4, 4], "3 is not sent again"
+
+
 def test_an_unacknowledged_push_is_sent_again_with_doubling_back_off() -> None:
     worker = Worker()
     [fetch] = only(Fetch, worker.join(until=1))

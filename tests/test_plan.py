@@ -239,6 +239,25 @@ def test_groups_are_found_in_time_that_grows_with_the_replicas() -> None:
     assert found[::9999] == ["worker-0.0", "worker-9999.0", "worker-19998.0"]
 
 
+def test_a_worker_that_waits_for_each_push_has_one_slot() -> None:
+    """It computes into memory that it has used before, and holds a vector less."""
+    of_two, of_one, asked = (
+        make(*said).of_role("worker")[0].memory_bytes
+        for said in (
+            (),
+            ("optimizer.overlap=false",),
+            ("optimizer.overlap=false", "optimizer.slots=9"),
+        )
+    )
+    plan = make()
+    assert of_two - of_one == plan.n_parameters * 4
+    assert asked == of_one
+    assert (
+        make("optimizer.overlap=false", "optimizer.n_fetch=2").of_role("worker")[0].memory_bytes
+        == of_two
+    )
+
+
 def test_the_columns_are_as_wide_as_the_names() -> None:
     cut = replace(experiment(), partition=PartitionSpec(count=12))
     lines = list(plan_lines(make_plan(cut, rows=99, test_rows=20, cores=2)))

@@ -22,6 +22,7 @@ from dbctl.experiment.specs import (
     SandblasterSpec,
 )
 from dbctl.launch.base import AgentHandle
+from dbctl.node import build as build_module
 from dbctl.node.build import build
 from dbctl.plan import NodeSpec, Plan, make_evaluation_plan, make_plan
 from dbctl.region import Range
@@ -281,6 +282,18 @@ def test_a_shard_updates_with_the_cores_that_are_left(
     for busy, threads in ((0, 4), (1, 3), (5, 1)):
         shard = build(msgspec.structs.replace(spec, busy=busy), PlainBuffer)
         assert shard.slices[0]._team._threads == threads
+
+
+@pytest.mark.parametrize("overrides", [(), (BLOCKING,), (BLOCKING, "optimizer.n_fetch=2")])
+def test_a_worker_compiles_what_it_moves_parameters_with(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each step begins with a fetch of its own last push, nothing: numba is 100 MB."""
+    compiled: list[int] = []
+    monkeypatch.setattr(build_module, "prepare", lambda n, dtype: compiled.append(n))
+    plan = make_plan(load(str(FILE), [*overrides]), rows=100, test_rows=20, cores=2)
+    build(spec_of(nodes_of(plan, tmp_path)["worker-0.0"]), PlainBuffer)
+    assert compiled == ([] if overrides == (BLOCKING,) else [plan.n_parameters])
 
 
 def test_only_what_is_on_a_shards_own_host_counts(tmp_path: Path) -> None:

@@ -166,6 +166,16 @@ class DownpourSpec:
         """What its workers do."""
         return self
 
+    @property
+    def blocking(self) -> bool:
+        """A worker does not begin a step before its last push is in the parameters it reads."""
+        return not self.overlap and self.n_fetch == 1
+
+    @property
+    def slots_used(self) -> int:
+        """How many slots a worker has: who waits for each push has one under way."""
+        return 1 if self.blocking else self.slots
+
 
 _LINE_SEARCH = LineSearchSpec()
 

@@ -204,9 +204,9 @@ def build_worker(
         replica=spec.replica,
         batch_size=batch_size,
     )
-    prepare(len(cut.span(spec.partition)), "float32")
-    rule = optimizer.rule
-    client = optimizer.client
+    rule, client = optimizer.rule, optimizer.client
+    if not client.blocking:  # else it moves no parameters itself
+        prepare(len(cut.span(spec.partition)), "float32")
     start = DownpourStart(
         gradient=gradient,
         shards=spec.shards,
@@ -216,7 +216,7 @@ def build_worker(
         overlap=client.overlap,
         sole=experiment.replicas == 1,
         clip=optimizer.clip,
-        slots=client.slots,
+        slots=client.slots_used,
         position=spec.position,
         origin=cut.span(spec.partition).start,
         partition=spec.partition,

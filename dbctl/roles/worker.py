@@ -137,6 +137,8 @@ class Channel:
             self._push_timer.begin(now)
 
     def _on_params(self, now: float, params: Params) -> None:
+        # Its Ack may be lost, or later: nothing that the answer holds is waited for again.
+        self._acknowledged(now, params.holds)
         if self._fetch is None or params.number != self._fetch.number:
             return  # repeated, or late
         if params.handout <= self._returned:

@@ -138,8 +138,7 @@ def busy_beside(plan: Plan, shard: NodePlan) -> int:
     shards update at the same time.
     """
     optimizer = plan.experiment.optimizer
-    client = None if isinstance(optimizer, SandblasterSpec) else optimizer.client
-    waits = client is not None and not client.overlap and client.n_fetch == 1
+    waits = not isinstance(optimizer, SandblasterSpec) and optimizer.client.blocking
     beside = [node for node in plan.nodes if node.host == shard.host and node != shard]
     return sum(
         node.threads
