@@ -39,7 +39,7 @@ from dbctl.progress.text import counted
 from dbctl.region import Range
 from dbctl.roles.base import Done
 from dbctl.roles.shard import Shard
-from dbctl.run import room
+from dbctl.run import evaluate, room
 from dbctl.run.positions import beginnings
 from dbctl.run.resume import (
     CHANGEABLE,
@@ -840,14 +840,23 @@ def test_a_standardized_run_resumes_with_the_statistics_it_had(tmp_path: Path) -
     assert contents(newest(run_dir)) == contents(expected)
 
 
-def test_a_finished_run_makes_no_statistics_again(tmp_path: Path) -> None:
-    """Nobody would read them."""
+def test_statistics_that_a_finished_run_has_lost_are_made_again_by_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`eval` needs them, and names that cure."""
     overrides = ["data.train={source: digits, split: train, rows: 200, standardize: true}"]
     run_dir, run = begin(TEXT, tmp_path / "r", overrides=overrides)
     run.run()
+    place = str(run_dir.path)
+    kept = (run_dir.path / "standardize.npz").read_bytes()
     (run_dir.path / "standardize.npz").unlink()
-    assert prepare(run_dir).warnings == []
-    assert not (run_dir.path / "standardize.npz").exists()
+    monkeypatch.setattr(evaluate._Task, "run", lambda *_, **__: ("interrupted", None))
+    assert main(["eval", place, "--split", "train"]) == 1
+    assert "dbctl resume makes it again" in capsys.readouterr().err
+    assert main(["resume", place]) == 0
+    assert "standardize.npz: missing or damaged, is made again" in capsys.readouterr().err
+    assert (run_dir.path / "standardize.npz").read_bytes() == kept
+    assert main(["eval", place, "--split", "train"]) == 130
 
 
 def test_a_full_disk_is_told_of_the_statistics_and_the_next_try_begins(

@@ -175,8 +175,8 @@ def prepare(
     manifest = checkpoint.manifest
     positions, again = beginnings(manifest, plan)
     finished = _is_finished(manifest, experiment.stop, _epoch_of_all(positions))
-    if not (finished or statistics_stand(experiment, train, run_dir)):
-        # Of the same data: to the same bits.
+    if not statistics_stand(experiment, train, run_dir):
+        # Of the same data: to the same bits. Those of a finished run `eval` needs.
         warnings = [*warnings, f"{run_dir.path / STATISTICS}: missing or damaged, is made again"]
         keep_statistics(experiment, train, run_dir, between=between)
     origin = Origin(
