@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -86,6 +89,22 @@ def test_examples_of_a_dead_replica_are_those_that_the_shards_have_applied() -> 
         assert figures.examples == 7 + examples + 50
         assert figures.examples_at({0: place, 1: Position(5, 5, 0)}) == figures.examples
         assert figures.summary(1.0)["examples"] == figures.examples
+
+
+def test_examples_are_the_sum_over_replicas_whatever_came_before() -> None:
+    random = Random(3)
+    figures = make(examples=7)
+    for _ in range(200):
+        replica = random.randrange(2)
+        at = Position(random.randrange(99), random.randrange(9), 0)
+        match random.randrange(12):
+            case 0:
+                figures.settle(replica, at)
+            case 1:
+                figures.reach({replica: at})
+            case _:
+                figures.report(0.0, replica, report(at.step, at.epoch, examples=10 * at.step))
+        assert figures.examples == figures.examples_at({})
 
 
 def test_loss_of_the_epoch_in_hand_or_of_the_last_whole_one() -> None:
@@ -191,6 +210,47 @@ def test_staleness_adds_shards_and_workers() -> None:
     # Totals, of which a report may hold a part: the others stay.
     figures.shard_report("shard-0", ShardReport(1, 9, 9, 0, 0, 0, (), (("b", 2, 4),)))
     assert figures.staleness() == {0: 3, 2: 8}
+
+
+def test_the_staleness_of_each_worker_is_its_own() -> None:
+    figures = make()
+    told = [("worker-0.0", 0, 1), ("worker-1.0", 0, 4), ("worker-0.0", 2, 3)]
+    for shard, more in (("shard-0", 0), ("shard-1", 1), ("shard-1", 2)):
+        counts = tuple((worker, value, count + more) for worker, value, count in told)
+        figures.shard_report(shard, ShardReport(1, 4, 4, 7, 9, 0, (), counts))
+    assert figures.staleness_of("worker-0.0") == {0: 1 + 3, 2: 3 + 5}
+    assert figures.staleness_of("worker-1.0") == {0: 4 + 6}
+    assert figures.staleness_of("shard-0") == {}
+    assert figures.staleness() == {0: 14, 2: 8}
+
+
+def test_figures_of_all_replicas_take_time_that_grows_with_them() -> None:
+    """With their square, those of 500 were more than a second of each second."""
+
+    def filled(replicas: int) -> Figures:
+        parts = {n: Part(rows=30, steps_per_epoch=3) for n in range(replicas)}
+        figures = Figures(parts)
+        counts = tuple((f"worker-{n}.0", value, 1) for n in parts for value in range(4))
+        figures.shard_report("shard-0", ShardReport(1, 4, 4, 7, 9, 0, (), counts))
+        return figures
+
+    def tell(figures: Figures) -> None:
+        for n in range(figures.n_replicas):
+            figures.staleness_of(f"worker-{n}.0")
+
+    def hear(figures: Figures) -> None:
+        for n in range(figures.n_replicas):
+            figures.report(0.0, n, report(1, examples=1))
+
+    def seconds(replicas: int, work: Callable[[Figures], None]) -> float:
+        figures = filled(replicas)
+        began = time.thread_time()
+        work(figures)
+        return time.thread_time() - began
+
+    for work in (tell, hear):
+        few, many = (min(seconds(n, work) for _ in range(3)) for n in (100, 2000))
+        assert many < 100 * few, work.__name__
 
 
 def test_waits_and_refusals() -> None:

@@ -41,10 +41,13 @@ class Figures:
     ) -> None:
         self._parts = dict(parts)
         self._reports: dict[int, Report] = {}
-        self._counts: dict[str, dict[tuple[str, int], int]] = {}  # of staleness, by shard
+        # Of staleness: by worker and of all, so that nobody walks all workers for one of them.
+        self._counts: dict[str, dict[tuple[str, int], int]] = {}
+        self._staleness: dict[int, int] = {}
         self._refused: dict[str, int] = {}  # pushes, by shard
         self._applied: dict[str, tuple[int, int]] = {}  # updates, and what was refused by then
-        self._examples_before = examples
+        self._examples_before = self._examples = examples
+        self._examples_of: dict[int, int] = {}  # what each replica has in that sum
         self._seconds_before = seconds
         self._began: float | None = None
         self._ended: float | None = None
@@ -79,6 +82,7 @@ class Figures:
             self.first_loss = first.sum / first.rows
         self._measure_rate(now, replica, report)
         self._reports[replica] = report
+        self._count(replica)
         self._window.append((now, self.examples))
         while self._window and now - self._window[0][0] > RATE_WINDOW_S:
             self._window.popleft()
@@ -95,11 +99,17 @@ class Figures:
 
     def staleness_of(self, worker: str) -> dict[int, int]:
         """How many of the worker's pushes had each staleness, all shards together."""
-        return self._staleness({worker})
+        counts: dict[int, int] = {}
+        for (_, value), count in self._counts.get(worker, {}).items():
+            counts[value] = counts.get(value, 0) + count
+        return dict(sorted(counts.items()))
 
     def shard_report(self, shard: str, report: ShardReport) -> None:
-        counts = self._counts.setdefault(shard, {})
-        counts.update({(worker, value): count for worker, value, count in report.staleness})
+        for worker, value, count in report.staleness:
+            counts = self._counts.setdefault(worker, {})
+            new = count - counts.get((shard, value), 0)
+            self._staleness[value] = self._staleness.get(value, 0) + new
+            counts[shard, value] = count
         self._refused[shard] = report.refused
         updates, _ = self._applied.get(shard, (0, 0))
         if report.updates != updates:
@@ -108,11 +118,13 @@ class Figures:
     def settle(self, replica: int, position: Position) -> None:
         """What the shards have applied of a dead replica, which it could not report any more."""
         self._settled[replica] = max(position, self._parts[replica].begin)
+        self._count(replica)
 
     def reach(self, positions: Mapping[int, Position]) -> None:
         """The run is over, and its checkpoint is of these: a report may not have come in time."""
         for replica, position in positions.items():
             self._settled[replica] = max(position, self.position(replica))
+            self._count(replica)
 
     def position(self, replica: int) -> Position:
         if replica in self._settled:
@@ -128,17 +140,25 @@ class Figures:
     @property
     def examples(self) -> int:
         """As reported; of a dead replica what the shards have applied."""
-        return self.examples_at({})
+        return max(0, self._examples)
 
     def examples_at(self, positions: Mapping[int, Position]) -> int:
         """Examples when the replicas stood there: a cut is ahead of the reports, or behind them."""
         total = self._examples_before
-        for replica, part in self._parts.items():
-            report = self._reports.get(replica)
-            said = report.position if report else part.begin
-            at = positions.get(replica, self.position(replica))
-            total += part.rows_at(at) - part.rows_at(said) + (report.examples if report else 0)
+        for replica in self._parts:
+            total += self._examples_by(replica, positions.get(replica, self.position(replica)))
         return max(0, total)
+
+    def _examples_by(self, replica: int, at: Position) -> int:
+        part, report = self._parts[replica], self._reports.get(replica)
+        said = report.position if report else part.begin
+        return part.rows_at(at) - part.rows_at(said) + (report.examples if report else 0)
+
+    def _count(self, replica: int) -> None:
+        """Whenever one has changed: each report asks for the sum, and walks no other replicas."""
+        examples = self._examples_by(replica, self.position(replica))
+        self._examples += examples - self._examples_of.get(replica, 0)
+        self._examples_of[replica] = examples
 
     @property
     def steps(self) -> int:
@@ -200,15 +220,7 @@ class Figures:
 
     def staleness(self) -> dict[int, int]:
         """How many pushes had each staleness, all shards and replicas together."""
-        return self._staleness(None)
-
-    def _staleness(self, workers: set[str] | None) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        for of_shard in self._counts.values():
-            for (worker, value), count in of_shard.items():
-                if workers is None or worker in workers:
-                    counts[value] = counts.get(value, 0) + count
-        return dict(sorted(counts.items()))
+        return dict(sorted(self._staleness.items()))
 
     def mean_staleness(self) -> float | None:
         counts = self.staleness()
