@@ -150,11 +150,15 @@ class RunRecords:
         ended_at = figures.steps, figures.epochs
         begun, ended = (floor(at[which] / every.amount + 1e-9) for at in (begun_at, ended_at))
         due = ended - begun
+        # The end is measured in any case, also where none is due there.
+        is_due_there = ended_at[which] / every.amount - ended < 1e-9
+        is_measured = self.measured.get(f"measured_{every.unit}") == ended_at[which]
+        n_made = self.n_evaluations - (is_measured and not is_due_there)
         # A run that is stopped does not wait for the last one.
-        n_left_out = max(0, due - self.n_evaluations - (status in UNMEASURED))
+        n_left_out = max(0, due - n_made - (status in UNMEASURED))
         if n_left_out:
             text = (
-                f"{due - n_left_out:,} of {counted(due, 'measurement')} made: one that is due while"
+                f"{n_made:,} of {counted(due, 'measurement')} made: one that is due while"
                 f" the one before is made is left out"
             )
             fields = {"left_out": n_left_out, "due": due}
