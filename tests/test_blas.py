@@ -191,6 +191,23 @@ def test_memory_that_the_call_does_not_take_is_left_alone(dtype: str) -> None:
     assert descend(w, g, rate)
 
 
+@needs_openblas
+def test_a_call_of_other_lengths_or_dtypes_is_not_made() -> None:
+    """It would read behind the end of the shorter one."""
+    w, g = noise(13, FROM, 2)
+    kept, rate = bits(w), np.float32(0.1)
+    for parameters, gradient, by in [
+        (w, g[:-1], rate),
+        (w[:-1], g, rate),
+        (w, np.zeros(FROM), rate),
+        (w, g, np.float64(0.1)),
+        (w, g.reshape(2, -1), rate),
+    ]:
+        assert not descend(parameters, gradient, by)
+    assert bits(w) == kept
+    assert descend(w, g, rate)
+
+
 def test_a_read_only_output_is_numpys_error() -> None:
     w, g = noise(6, FROM, 2)
     w.flags.writeable = False

@@ -11,7 +11,8 @@ tries its library once, `Gemv.agrees`. One thing is known to differ, a parameter
 is none (`blocks.Operands`).
 
 With more than one thread a call waits for the last of them: 8.7 ms and not 0.4 for 1 M parameters
-on a busy machine. Shards have one; in a worker that has more the block form stays.
+on a busy machine. Shards have one; workers make the call too (local steps), and in one that has
+more threads the block form stays.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ _REALS: dict[np.dtype[Any], tuple[str, Any]] = {
 def descend(parameters: Array, gradient: Array, rate: Scalar) -> bool:
     """parameters = parameters - rate * gradient; False: nothing was done, do it otherwise.
 
-    Flat arrays of one length and dtype, and a rate of that dtype. The bits are those of numpy's
-    expression for parameters without -0.0.
+    Flat arrays and a rate, taken only if they are of one length and dtype. The bits are those of
+    numpy's expression for parameters without -0.0.
     """
+    if parameters.shape != gradient.shape or not parameters.dtype == gradient.dtype == rate.dtype:
+        return False
     # Of a rate of zero a library may know the outcome without a look at the gradient's infinities.
     if rate == 0:
         return False

@@ -42,7 +42,7 @@ class Operands(NamedTuple):
 
     No parameter is -0.0: whether that minus a product of zero stays -0.0 is all that may depend on
     which kernel runs. p - x is -0.0 for no other p, so no update makes one, and what a shard begins
-    with has none (roles/handouts.py).
+    with has none (roles/handouts.py); nor has what workers fetch of it and take local steps on.
     """
 
     out: Array
