@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -15,6 +16,7 @@ import threading
 import time
 from dataclasses import replace
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -485,6 +487,23 @@ def test_what_standard_output_does_not_take_is_known_but_for_a_reader_that_is_go
             assert display.unwritten == why
 
 
+def test_an_error_of_input_or_output_is_a_reader_that_is_gone_only_of_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    master, slave = pty.openpty()
+    with open(slave, "w") as terminal, (tmp_path / "file").open("w") as file:
+        monkeypatch.setattr(file, "write", fail)
+        streams = [Stream(terminal), Stream(file)]
+        os.close(master)
+        for stream in streams:
+            stream.line("x")
+            stream.close(0.0)
+    assert [stream.unwritten for stream in streams] == ["", "Input/output error"]
+
+
 def test_a_closed_file_is_silent() -> None:
     err = io.StringIO()
     stream = Stream(err)
@@ -528,10 +547,12 @@ def test_a_reader_that_does_not_read_neither_stops_a_run_nor_loses_its_end(
         assert Stream(out).write("a frame of a bar") == 16  # dropped
         display.close()
         assert time.monotonic() - start < 1.0
+        assert display.unwritten == "its reader takes no more"
         late = threading.Thread(target=lambda: received.extend(pipe))
         late.start()
         display.finished(SUMMARY)
         display.close()
+        assert display.unwritten == ""
         out.close()
         late.join()
     lines = [json.loads(line) for line in received]

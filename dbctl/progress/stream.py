@@ -5,7 +5,7 @@ gone (`| head`) silences its stream; so does a full disk, but what was to be wri
 by somebody: `unwritten` says why. A reader that does not read (a terminal stopped with Ctrl-S,
 `| less`) must not stop the process that holds every node's lease, so text is written only where it
 fits: what may be lost (`write`: a frame of the bar) is dropped, what may not (`line`) waits, up to
-`MAX_WAITING` lines, of which the newest are kept.
+`MAX_WAITING` lines, of which the newest are kept. Those that still wait at the end are missed too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MAX_WAITING = 1000
 # A pipe that poll() calls writable takes PIPE_BUF (4,096) bytes without blocking; a character has
 # at most four.
 CHUNK_CHARS = 1000
-_READER_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)  # EIO: a terminal that was closed
+_READER_GONE = (errno.EPIPE, errno.ECONNRESET)
+NOT_READ = "its reader takes no more"
 
 
 class Stream:
@@ -34,6 +35,7 @@ class Stream:
         self.unwritten = ""
         self._waiting: deque[str] = deque()
         self._poll: select.poll | None = None
+        self._reader_gone: tuple[int, ...] = _READER_GONE
         reconfigure = getattr(raw, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -41,6 +43,8 @@ class Stream:
             number = raw.fileno()
         except (OSError, ValueError):
             return
+        if os.isatty(number):
+            self._reader_gone += (errno.EIO,)  # a terminal that was closed; of a disk it is a fault
         self._poll = select.poll()
         self._poll.register(number, select.POLLOUT)
 
@@ -65,6 +69,12 @@ class Stream:
             if len(text) > CHUNK_CHARS:
                 self._waiting.appendleft(text[CHUNK_CHARS:])
             self._put(text[:CHUNK_CHARS])
+
+    def close(self, wait_s: float) -> None:
+        """The last `drain`: lines that wait after it are unwritten. May be called again."""
+        self.drain(wait_s)
+        if self._open:
+            self.unwritten = NOT_READ if self._waiting else ""
 
     def flush(self) -> None:
         """Nothing to do: every write is flushed."""
@@ -94,7 +104,7 @@ class Stream:
             # EAGAIN: the descriptor does not block and is full; Python keeps the text and goes on.
             if number == errno.EAGAIN:
                 return
-            if number is not None and number not in _READER_GONE:
+            if number is not None and number not in self._reader_gone:
                 self.unwritten = os.strerror(number)
             self._silence()
 
