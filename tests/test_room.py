@@ -247,15 +247,15 @@ def test_more_processes_than_come_up_are_refused_as_a_plan_and_as_a_run(
         said.add(capsys.readouterr().err)
     assert len(said) == 1
     needed = f"has too few cores for this run: it needs {n_processes} processes"
-    assert f"{needed}, and at most 256 x 2 cores = 512 come up" in said.pop()
+    assert f"{needed}, and at most 512 x 2 cores = 1,024 come up in time" in said.pop()
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("large")
 def test_crowds_for_study_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    room.check_processes(load(str(FILE), ["replicas=508"]))
-    with pytest.raises(LaunchError, match="513 processes"):
-        room.check_processes(load(str(FILE), ["replicas=509"]))
+    room.check_processes(load(str(FILE), ["replicas=1020"]))
+    with pytest.raises(LaunchError, match="1,025 processes"):
+        room.check_processes(load(str(FILE), ["replicas=1021"]))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     room.check_processes(load(str(FILE), ["replicas=200"]))
 
