@@ -602,6 +602,28 @@ def test_a_standstill_is_no_reason_for_what_comes_much_later(
     assert outcome.error == (None if is_blamed else AGENT_ENDED)
 
 
+@pytest.mark.parametrize(("second_s", "is_blamed"), [(LEASE_S - 1.5, True), (1.0, False)])
+def test_of_two_standstills_that_may_be_the_reason_the_newest_counts(
+    staged: Staged, second_s: float, is_blamed: bool
+) -> None:
+    """Though the first was longer: an agent is found to have ended of the second later on."""
+
+    def stop() -> None:
+        StandingStill.stood_s = LEASE_S - 1.0
+
+    def stop_again() -> None:
+        staged.clock.passes(LEASE_S)
+        StandingStill.stood_s = second_s
+
+    def end() -> None:
+        staged.clock.passes(LEASE_S)
+        staged.processes.agent_ended = AGENT_ENDED
+
+    outcome = staged.run(stop, stop_again, end)
+    assert outcome.reason.startswith("this process was stopped for 98.5 s") == is_blamed
+    assert outcome.error == (None if is_blamed else AGENT_ENDED)
+
+
 def test_a_standstill_after_it_was_looked_for_is_found_with_the_agents_end(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:

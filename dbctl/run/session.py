@@ -94,7 +94,7 @@ class Session:
         self._hurry = False
         self._pulse = Pulse()
         self._looked_at = 0.0
-        self._slept_s = self._slept_at = 0.0  # of late, the longest that this process stood still
+        self._slept_s = self._slept_at = 0.0  # the last standstill that an agent may have ended of
 
     def run(
         self,
@@ -188,12 +188,15 @@ class Session:
         return True
 
     def _note_standstill(self, now: float) -> float:
-        """Seconds of the longest one since the last call. The longest of late is kept, for as long
-        as an agent may be found to have ended of it: an hour later it is no reason.
+        """Seconds of the longest one since the last call. The newest that an agent may end of is
+        kept, for as long as one may be found to have done so: an hour later it is no reason.
         """
         asleep_s = self._pulse.standstill()
-        if asleep_s > self._slept_s or now - self._slept_at > self._lease_s + ORPHANED_S:
+        # An agent's lease counts from its last beat: it may run out in a little less than a lease.
+        if asleep_s > self._lease_s - 2 * beat_s(self._lease_s):
             self._slept_s, self._slept_at = asleep_s, now
+        elif now - self._slept_at > self._lease_s + ORPHANED_S:
+            self._slept_s = 0.0
         return asleep_s
 
     def _asleep(self, asleep_s: float) -> str:
@@ -288,8 +291,7 @@ class Session:
         """An agent has ended, or does not answer: of itself, or since this process stood still."""
         # The standstill may have come since it was looked for, a few lines before.
         self._note_standstill(_now())
-        # An agent's lease counts from its last beat: it may run out in a little less than a lease.
-        if self._slept_s > self._lease_s - 2 * beat_s(self._lease_s):
+        if self._slept_s:
             self._fail(self._asleep(self._slept_s))
         self._fail(WITHOUT.format(error.node), error)
 
