@@ -195,17 +195,20 @@ def _open_files() -> int:
 
 
 def threads_allowed() -> tuple[int, str]:
-    """How many more the system lets this user have, and what says so; a very large number: any.
+    """How many the system lets this user have, and that in words; a very large number: any.
 
-    The least of what the kernel, the user's limit (not root's) and the control groups allow.
+    The least of what the kernel and the user's limit (not root's) allow in all, and the control
+    groups besides those that there are.
     """
-    found = [(_number(path), str(path)) for path in THREADS_MAX]
+    in_all = [(_number(path), str(path)) for path in THREADS_MAX]
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if os.geteuid() != 0 and soft != resource.RLIM_INFINITY:
-        found.append((soft, "`ulimit -u`"))
+        in_all.append((soft, "`ulimit -u`"))
+    found = [(most, f"at most {most:,} are allowed ({where})") for most, where in in_all]
     for group in _groups():
-        most = group / "pids.max"
-        found.append((_number(most) - _number(group / "pids.current", 0), str(most)))
+        limit = group / "pids.max"
+        most = max(0, _number(limit) - _number(group / "pids.current", 0))
+        found.append((most, f"{most:,} more are allowed ({limit})"))
     return min(found)
 
 

@@ -262,12 +262,12 @@ def test_crowds_for_study_are_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("large")
 def test_the_systems_bound_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "threads_allowed", lambda: (99, "`ulimit -u`"))
+    monkeypatch.setattr(room, "threads_allowed", lambda: (99, "at most 99 are allowed"))
     room.check_room(make("replicas=15"), None, None)
     with pytest.raises(LaunchError) as caught:
         room.check_room(make("replicas=16"), None, None)
     assert caught.value.exit_code == 3
-    assert "20 processes x 5 = 100, and 99 more are allowed (`ulimit -u`)" in str(caught.value)
+    assert "20 processes x 5 = 100, and at most 99 are allowed; raise it" in str(caught.value)
 
 
 def test_the_least_of_all_bounds_of_threads_counts(
@@ -281,16 +281,18 @@ def test_the_least_of_all_bounds_of_threads_counts(
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("resource.getrlimit", lambda which: (900, 950))
     kernel.write_text("1000\n")
-    assert examine.threads_allowed() == (900, "`ulimit -u`")
+    assert examine.threads_allowed() == (900, "at most 900 are allowed (`ulimit -u`)")
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert examine.threads_allowed() == (1000, str(kernel))
+    assert examine.threads_allowed() == (1000, f"at most 1,000 are allowed ({kernel})")
     for lines, place in (("0::/job/step", groups), ("4:cpu:/\n8:pids:/job/step", groups / "pids")):
         own.write_text(f"{lines}\n")
         (place / "job" / "step").mkdir(parents=True)
         (place / "job" / "step" / "pids.max").write_text("max\n")
         (place / "job" / "pids.max").write_text("800\n")
-        (place / "job" / "pids.current").write_text("30\n")
-        assert examine.threads_allowed() == (770, str(place / "job" / "pids.max"))
+        for current, left in ((30, 770), (810, 0)):
+            (place / "job" / "pids.current").write_text(f"{current}\n")
+            said = f"{left} more are allowed ({place / 'job' / 'pids.max'})"
+            assert examine.threads_allowed() == (left, said)
 
 
 def test_this_host_allows_some_threads() -> None:

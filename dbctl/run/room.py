@@ -222,15 +222,15 @@ def files_fault(room: Room, limit: int) -> str:
 # --------------------------------------------------------------------------------- processes
 
 
-def threads_fault(room: Room, allowed: int, where: str) -> str:
-    """What is wrong where the system allows so many threads more, as `where` says; or ""."""
+def threads_fault(room: Room, allowed: int, said: str) -> str:
+    """What is wrong where the system allows so many threads, in words `said`; or ""."""
     needed = room.n_processes * THREADS_A_PROCESS
     if needed <= allowed:
         return ""
     each = f"{room.n_processes:,} processes x {THREADS_A_PROCESS}"
     return (
-        f"allows too few threads for this run: it needs {each} = {needed:,}, and {allowed:,} more "
-        f"are allowed ({where}); raise it, or take fewer replicas, partitions or shards"
+        f"allows too few threads for this run: it needs {each} = {needed:,}, and {said}; "
+        "raise it, or take fewer replicas, partitions or shards"
     )
 
 
