@@ -55,6 +55,29 @@ def test_what_a_dead_replica_did_not_do_is_done_by_the_others(seed: int) -> None
     assert run(grants, 3, seed=seed, dead={1: 20}) == 500
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_known_of_all_is_their_sum_after_every_change(seed: int) -> None:
+    random, n = Random(seed), 5
+    grants = make(n, steps=400, warmstart=20, max_lead=30)
+    for now in range(300):
+        number = random.randrange(n)
+        replica = grants._replicas[number]
+        match random.randrange(12):
+            case 0 if replica.live and grants._n_live > 1:
+                grants.dead(number)
+            case 1 if not replica.live:
+                grants.settle(number, random.randint(0, replica.until))
+            case 2 | 3 | 4 | 5 if replica.live:
+                grants.advance(number, random.randint(replica.done, replica.until))
+            case _:
+                grants.grant(number, float(now))
+        replicas = grants._replicas.values()
+        assert grants.done() == sum(replica.done for replica in replicas)
+        assert grants._granted == sum(replica.until for replica in replicas) <= 400
+        assert grants._n_live == sum(replica.live for replica in replicas)
+    assert grants.done() > 0
+
+
 def test_the_sum_of_grants_never_passes_the_stop() -> None:
     grants = make(4, steps=10)
     granted = [grants.grant(n, 0.0)[0] for n in range(4)]

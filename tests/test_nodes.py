@@ -229,6 +229,21 @@ def test_an_agent_that_is_stopped_while_its_nodes_load_is_told() -> None:
     assert nodes.unanswered(9 * LEASE_S) is None, "no order waits for an answer"
 
 
+def test_an_agent_that_does_not_end_a_node_that_loads_is_told_after_a_lease() -> None:
+    """Its partner died: that node will not be ready, and its agent does not answer for it."""
+    nodes = pair()
+    nodes.start(0.0)
+    for name in nodes.nodes:
+        nodes.receive(0.1, name, Started(name, 1, 7))
+    assert nodes.receive(1.0, "worker-0.0", exited("worker-0.0")) == [
+        (AGENT, Kill("worker-0.1", 1))
+    ]
+    assert nodes.unanswered(1.0 + LEASE_S) is None
+    error = nodes.unanswered(1.0 + LEASE_S + 0.1)
+    assert error is not None
+    assert "told to end worker-0.1 10 s ago" in str(error)
+
+
 def test_the_first_beat_of_many_may_be_late() -> None:
     """Thirty-two interpreters that load on two cores."""
     nodes = made(a=node("worker-0.0"))

@@ -596,6 +596,17 @@ def test_no_checkpoint_is_ahead_of_the_last_line(tmp_path: Path) -> None:
     assert run_dir.read_status()["steps"] == summary.steps
 
 
+def test_a_newer_cut_that_could_not_be_saved_counts_no_steps(tmp_path: Path) -> None:
+    """The checkpoint is of step 5, the reports say 7, and what was not saved was of step 20."""
+    _, run = begin(TEXT, tmp_path / "r")
+    run.run()
+    figures = run.coordinator.figures
+    for replica, report in figures._reports.items():
+        figures._reports[replica] = msgspec.structs.replace(report, position=Position(7, 0, 7))
+    run.saved = [5]
+    assert run.end(Done("failed", "shard-0 died")).steps == 7
+
+
 EVALUATED = [
     "stop={epochs: 8}",
     "data.test={source: digits, split: test, scale: 0.0625}",

@@ -57,9 +57,9 @@ class Grants:
             number: _Replica(begin, steps_per_epoch, begin.step, begin.step, begin.step, first)
             for number, (begin, steps_per_epoch) in replicas.items()
         }
-        self._count()
+        self._survey()
 
-    def _count(self) -> None:
+    def _survey(self) -> None:
         """Of all replicas, what the grant of each depends on: found when one has changed, and not
         for each grant, since each report is followed by a grant for every replica.
         """
@@ -88,12 +88,12 @@ class Grants:
         replica.done = max(replica.done, step)
         if warming:
             replica.released = replica.done
-        self._count()
+        self._survey()
 
     def dead(self, number: int) -> None:
         """It does no more; what it had been granted is kept until it is known what it did."""
         self._replicas[number].live = False
-        self._count()
+        self._survey()
 
     def settle(self, number: int, step: int) -> None:
         """The last step of a dead replica that a shard has applied.
@@ -102,7 +102,7 @@ class Grants:
         """
         replica = self._replicas[number]
         replica.done = replica.until = max(step, replica.begin.step)
-        self._count()
+        self._survey()
 
     def in_warmstart(self) -> bool:
         if not self._warmstart:
