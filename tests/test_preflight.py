@@ -90,10 +90,10 @@ def test_each_fault_is_told_with_its_cure(
 
 
 def test_more_processes_than_its_cores_bring_up_are_a_fault() -> None:
-    needs = Needs(room=Room(memory={}, n_processes=1025, most_files=("shard-0", 80)))
+    needs = Needs(room=Room(memory={}, n_processes=2049, most_files=("shard-0", 80)))
     (one,) = found(answer(replace(GOOD, memory=64 << 30)), needs)
     assert (one.host, one.about, one.fatal) == ("left", "cores", True)
-    assert "it needs 1,025 processes, and at most 256 x 4 cores = 1,024 come up" in one.what
+    assert "it needs 2,049 processes, and at most 512 x 4 cores = 2,048 come up" in one.what
     assert "larger host" in one.cure
 
 
