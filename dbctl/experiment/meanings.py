@@ -85,7 +85,7 @@ MEANINGS = {
     "overlap": "fetch and push while computing; false: wait for both",
     "max_lead": "how many steps a replica may be ahead of the slowest one",
     "staleness_scaling": "divide the rate by the staleness of a push, if that is above 1",
-    "slots": "pushes of a worker that may be unacknowledged; 1 with overlap: false, n_fetch: 1",
+    "slots": "pushes of a worker that may be unacknowledged; 1 if it waits for each (`overlap`)",
     "method": "`lbfgs`, `gradient_descent`, `conjugate_gradient`",
     "history": "pairs of steps and gradients that `lbfgs` keeps",
     "portion": "rows that a replica computes at a time",
