@@ -76,7 +76,8 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     split: str = "test"
     training: bool = True  # False: `dbctl eval`
     starts: tuple[int | None, ...] = ()  # of a shard: where each partition's slice begins
-    busy: int = 0  # of a shard: threads that others on its host compute with while it updates
+    busy: int = 0  # of a shard: threads that workers on its host compute with while it updates
+    shards_here: int = 1  # of a shard: how many its host has
     tcp: Tcp | None = None  # None: all that it talks to are on its own host
     far: tuple[str, ...] = ()  # reached through the agents, and maps no memory of this host
     sent: Sent | None = None  # None: the run's files are read where they are

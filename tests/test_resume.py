@@ -644,6 +644,13 @@ def test_evaluations_that_were_due_and_not_made_are_told(tmp_path: Path) -> None
         ([2.2, 4.1, 6.0, 7.0], "done", 0, ""),
         ([2.2], "interrupted", 1, "1 of 3 measurements"),
         ([], "interrupted", 2, "0 of 3 measurements"),
+        ([2.2, 4.4, 7.0], "done", 1, ""),  # as many as were asked for, with that of the end
+        (
+            [2.2, 7.0],
+            "interrupted",
+            0,
+            "",
+        ),  # which a run that is stopped does not measure by itself
     ],
 )
 def test_the_measurement_of_an_end_where_none_is_due_is_none_of_those_due(

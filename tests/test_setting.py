@@ -262,7 +262,6 @@ ALONE = ("replicas=1", "optimizer.warmstart=null")
         ((*ALONE, "shards=1", "threads=2", "partition={count: 2}"), 4),
         ((*ALONE, "shards=1", "threads=2", "partition={count: 2}", BLOCKING), 0),
         ((*ALONE, "shards=1", BLOCKING, "optimizer.n_fetch=2"), 1),
-        ((*ALONE, "shards=3", BLOCKING), 2),  # which are pushed to as well
     ],
 )
 def test_a_shard_is_told_how_many_threads_compute_beside_it(
@@ -270,8 +269,7 @@ def test_a_shard_is_told_how_many_threads_compute_beside_it(
 ) -> None:
     given = load(str(FILE), ["evaluate.every=1 epoch", "threads=1", *overrides])
     plan = make_plan(given, rows=100, test_rows=20, cores=2)
-    told = {name: spec_of(node).busy for name, node in nodes_of(plan, tmp_path).items()}
-    assert {busy for name, busy in told.items() if name.startswith("shard")} == {busy}
+    assert spec_of(nodes_of(plan, tmp_path)["shard-0"]).busy == busy
 
 
 def test_a_shard_updates_with_the_cores_that_are_left(
@@ -279,8 +277,10 @@ def test_a_shard_updates_with_the_cores_that_are_left(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     spec = spec_of(nodes_of(make(), tmp_path)["shard-0"])
-    for busy, threads in ((0, 4), (1, 3), (5, 1)):
-        shard = build(msgspec.structs.replace(spec, busy=busy), PlainBuffer)
+    assert spec.shards_here == 4
+    for busy, shards, threads in ((0, 1, 4), (1, 1, 3), (5, 1, 1), (0, 2, 2), (1, 2, 1)):
+        told = msgspec.structs.replace(spec, busy=busy, shards_here=shards)
+        shard = build(told, PlainBuffer)
         assert shard.slices[0]._team._threads == threads
 
 
@@ -301,6 +301,7 @@ def test_only_what_is_on_a_shards_own_host_counts(tmp_path: Path) -> None:
     given = load(str(FILE), ["threads=1", "shards=1", f"cluster={{launcher: ssh, hosts: {hosts}}}"])
     plan = make_plan(given, rows=100, test_rows=20, cores=2)
     assert busy_beside(plan, plan.of_role("shard")[0]) == 0
+    assert spec_of(nodes_of(plan, tmp_path, wiring=wiring_of(plan))["shard-0"]).shards_here == 1
 
 
 @pytest.mark.parametrize(

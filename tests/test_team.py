@@ -132,7 +132,28 @@ def test_a_gradient_that_is_not_finite_anywhere_changes_nothing(where: int) -> N
 
 
 def test_a_team_has_the_cores_that_nobody_computes_on() -> None:
-    assert size_of_team(2, busy=0) == 2
-    assert size_of_team(2, busy=1) == 1
-    assert size_of_team(2, busy=40) == 1
-    assert size_of_team(64, busy=8) == MOST
+    assert size_of_team(2, busy=0, teams=1) == 2
+    assert size_of_team(2, busy=1, teams=1) == 1
+    assert size_of_team(2, busy=40, teams=1) == 1
+    assert size_of_team(8, busy=1, teams=3) == 2
+    assert size_of_team(8, busy=0, teams=9) == 1
+    assert size_of_team(64, busy=8, teams=2) == MOST
+
+
+def test_where_no_more_threads_are_allowed_the_caller_does_it_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a limit is met in the middle of a run: an update must not fail of it."""
+    begin, begun = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        begun.append(thread)
+        if len(begun) > 1:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    team = Team(3)
+    for _ in range(2):
+        assert team.each(3 * LEAST, lambda part: part) == [slice(0, 3 * LEAST)]
+    assert len(begun) == 2, "it is not tried again"

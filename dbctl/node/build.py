@@ -113,6 +113,7 @@ def build_shard(
     state = rule.new_state(len(span), "float32")
     values, version = _values(spec, experiment, state, cut=cut, span=span, checkpoint=checkpoint)
     scaling = isinstance(optimizer, DownpourSpec) and optimizer.staleness_scaling
+    cores = len(os.sched_getaffinity(0))
     online = ShardStart(
         **common,
         values=values,
@@ -120,7 +121,7 @@ def build_shard(
         rule=rule,
         version=version,
         staleness_scaling=scaling,
-        team=Team(size_of_team(len(os.sched_getaffinity(0)), busy=spec.busy)),
+        team=Team(size_of_team(cores, busy=spec.busy, teams=spec.shards_here)),
     )
     return Shard(online, allocate=allocate, lends=lends)
 

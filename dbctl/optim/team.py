@@ -2,10 +2,12 @@
 
 Rules of this file: what a job does to an element depends on no other, so no bit shows how the
 vector was cut. The kernels of numpy, BLAS and numba let go of the interpreter while they work.
+A process that has a team at work does not fork: its child would wait for threads that it has not.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
@@ -23,13 +25,16 @@ MOST = 4
 _LINE = 1024  # elements: a cut between threads is at a cache line, of every dtype
 
 
-def size_of_team(cores: int, *, busy: int) -> int:
-    """How many threads have a core of their own where `busy` threads of others compute."""
-    return max(1, min(MOST, cores - busy))
+def size_of_team(cores: int, *, busy: int, teams: int) -> int:
+    """How many threads each of `teams` has a core for where `busy` threads of others compute."""
+    return max(1, min(MOST, (cores - busy) // teams))
 
 
 class Team:
-    """`threads` count the caller's own. Used by one thread; the others begin when first needed."""
+    """`threads` count the caller's own. Used by one thread; the others begin when first needed.
+
+    Where the system allows no more threads the caller does it all.
+    """
 
     def __init__(self, threads: int = 1) -> None:
         assert threads >= 1
@@ -42,15 +47,12 @@ class Team:
         What it raises of a part is raised here.
         """
         n_parts = max(1, min(self._threads, n_elements // LEAST))
-        if n_parts == 1:
+        others = self._begun() if n_parts > 1 else None
+        if others is None:
             return [job(slice(0, n_elements))]
         ends = [n_elements * i // n_parts // _LINE * _LINE for i in range(n_parts)] + [n_elements]
         first, *rest = (slice(a, b) for a, b in pairwise(ends))
-        if self._others is None:
-            from concurrent.futures import ThreadPoolExecutor
-
-            self._others = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="update")
-        futures = [self._others.submit(job, part) for part in rest]
+        futures = [others.submit(job, part) for part in rest]
         try:
             found = [job(first)]
         finally:
@@ -58,6 +60,24 @@ class Team:
             for future in futures:
                 future.exception()
         return found + [future.result() for future in futures]
+
+    def _begun(self) -> Executor | None:
+        """All other threads at once, so that giving out parts cannot fail; None: there are none."""
+        if self._others is None and self._threads > 1:
+            from concurrent.futures import ThreadPoolExecutor
+
+            pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="update")
+            all_begun = threading.Event()
+            try:
+                for _ in range(self._threads - 1):
+                    pool.submit(all_begun.wait)
+                self._others = pool
+            except RuntimeError:
+                self._threads = 1
+                pool.shutdown(wait=False)
+            finally:
+                all_begun.set()
+        return self._others
 
 
 ALONE = Team()

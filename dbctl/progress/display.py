@@ -118,8 +118,8 @@ class LineDisplay:
         self._out.line(describe_summary(summary))
 
     def close(self) -> None:
-        self._err.close(CLOSE_S)
-        self._out.close(CLOSE_S)
+        self._err.drain(CLOSE_S)
+        self._out.drain(CLOSE_S)
 
 
 class BarDisplay:
@@ -225,7 +225,7 @@ class JsonDisplay:
         self._line("finished", asdict(summary))
 
     def close(self) -> None:
-        self._out.close(CLOSE_S)
+        self._out.drain(CLOSE_S)
 
     def _line(self, event: str, fields: Mapping[str, Any]) -> None:
         # A field called "event" must not change what kind of line this is.

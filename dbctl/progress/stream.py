@@ -5,7 +5,8 @@ gone (`| head`) silences its stream; so does a full disk, but what was to be wri
 by somebody: `unwritten` says why. A reader that does not read (a terminal stopped with Ctrl-S,
 `| less`) must not stop the process that holds every node's lease, so text is written only where it
 fits: what may be lost (`write`: a frame of the bar) is dropped, what may not (`line`) waits, up to
-`MAX_WAITING` lines, of which the newest are kept. Those that still wait at the end are missed too.
+`MAX_WAITING` lines, of which the newest are kept. That some were not taken at the end is no error:
+to say so could wait for ever, where standard error is the same terminal.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import stat
 from collections import deque
 from typing import TextIO
 
@@ -21,7 +23,6 @@ MAX_WAITING = 1000
 # at most four.
 CHUNK_CHARS = 1000
 _READER_GONE = (errno.EPIPE, errno.ECONNRESET)
-NOT_READ = "its reader takes no more"
 
 
 class Stream:
@@ -43,7 +44,7 @@ class Stream:
             number = raw.fileno()
         except (OSError, ValueError):
             return
-        if os.isatty(number):
+        if stat.S_ISCHR(os.fstat(number).st_mode):  # as one that hung up before still is
             self._reader_gone += (errno.EIO,)  # a terminal that was closed; of a disk it is a fault
         self._poll = select.poll()
         self._poll.register(number, select.POLLOUT)
@@ -69,12 +70,6 @@ class Stream:
             if len(text) > CHUNK_CHARS:
                 self._waiting.appendleft(text[CHUNK_CHARS:])
             self._put(text[:CHUNK_CHARS])
-
-    def close(self, wait_s: float) -> None:
-        """The last `drain`: lines that wait after it are unwritten. May be called again."""
-        self.drain(wait_s)
-        if self._open:
-            self.unwritten = NOT_READ if self._waiting else ""
 
     def flush(self) -> None:
         """Nothing to do: every write is flushed."""

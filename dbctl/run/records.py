@@ -153,13 +153,14 @@ class RunRecords:
         # The end is measured in any case, also where none is due there.
         is_due_there = ended_at[which] / every.amount - ended < 1e-9
         is_measured = self.measured.get(f"measured_{every.unit}") == ended_at[which]
-        n_made = self.n_evaluations - (is_measured and not is_due_there)
+        is_extra = is_measured and not is_due_there and status not in UNMEASURED
+        n_made = self.n_evaluations - is_extra
         # A run that is stopped does not wait for the last one.
         n_left_out = max(0, due - n_made - (status in UNMEASURED))
-        if n_left_out:
+        if n_left_out and self.n_evaluations < due:  # fewer than were asked for, the end's too
             text = (
-                f"{n_made:,} of {counted(due, 'measurement')} made: one that is due while"
-                f" the one before is made is left out"
+                f"{n_made:,} of {counted(due, 'measurement')} made: one that is due while the one"
+                f" before is made, or passed between two reports, is left out"
             )
             fields = {"left_out": n_left_out, "due": due}
             self._display.event("evaluations_left_out", text, fields)

@@ -132,20 +132,15 @@ def plan_of(
 
 
 def busy_beside(plan: Plan, shard: NodePlan) -> int:
-    """Threads that others on a shard's host compute with while it updates.
+    """Threads that workers on a shard's host compute with while it updates.
 
-    An only replica that fetches what it has pushed before it goes on waits meanwhile; the other
-    shards update at the same time.
+    An only replica that fetches what it has pushed before it goes on waits meanwhile.
     """
     optimizer = plan.experiment.optimizer
     waits = not isinstance(optimizer, SandblasterSpec) and optimizer.client.blocking
-    beside = [node for node in plan.nodes if node.host == shard.host and node != shard]
-    return sum(
-        node.threads
-        for node in beside
-        if node.role == "shard"
-        or (node.role == "worker" and not (waits and plan.experiment.replicas == 1))
-    )
+    if waits and plan.experiment.replicas == 1:
+        return 0
+    return sum(node.threads for node in plan.of_role("worker") if node.host == shard.host)
 
 
 def describe(plan: Plan) -> dict[str, object]:
@@ -242,6 +237,7 @@ def make_nodes(
             training=bool(plan.of_role("worker")),
             starts=plan.starts_in(node.node) if node.role == "shard" else (),
             busy=busy_beside(plan, node) if node.role == "shard" else 0,
+            shards_here=sum(shard.host == node.host for shard in plan.of_role("shard")) or 1,
             tcp=ends[node.node].tcp,
             far=ends[node.node].far,
             sent=sent if agent.keeps_logs else None,
