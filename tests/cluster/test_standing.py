@@ -460,6 +460,8 @@ def test_a_run_is_shown_while_it_runs_and_after(place: Place) -> None:
             text=True,
         )
         wait_for(lambda: run.status()["nodes"]["worker-0.0"]["staleness"] is not None, "a report")
+        # Each shard reports when it is its time, at first before a push has come.
+        wait_for(lambda: run.status()["nodes"]["shard-0"]["bytes_in"], "a report of this shard")
         seen = Done("status", str(run.dir), "--json").json()
         assert seen["state"] == "running"
         worker, shard = seen["nodes"]["worker-0.0"], seen["nodes"]["shard-0"]
