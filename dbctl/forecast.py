@@ -30,7 +30,7 @@ from dbctl.experiment.specs import Experiment, HostSpec, SandblasterSpec, SshClu
 from dbctl.model.costs import ITEM_BYTES, LayerCosts, costs_of, imbalance
 from dbctl.model.cut import NetworkCut, cut_fault, cut_network
 from dbctl.placement import place
-from dbctl.shards import shard_spans, spans_within
+from dbctl.shards import READERS_IN_PLACE, shard_spans, spans_within
 
 MAX_COLUMNS = 8  # partitions whose figures are listed one by one
 
@@ -178,7 +178,7 @@ def _servers_s(experiment: Experiment, cut: NetworkCut, speeds: Speeds) -> float
 def _reads_in_place(experiment: Experiment, cut: NetworkCut) -> bool:
     """Parameters are read where their shard has them, by all partitions."""
     optimizer = experiment.optimizer
-    if isinstance(optimizer, SandblasterSpec) or experiment.replicas > 1:
+    if isinstance(optimizer, SandblasterSpec) or experiment.replicas > READERS_IN_PLACE:
         return False
     if optimizer.client.overlap or optimizer.client.n_fetch > 1:
         return False

@@ -30,7 +30,7 @@ from dbctl.roles.cuts import replica_of
 from dbctl.roles.downpour import Downpour, DownpourStart
 from dbctl.roles.figures import Part
 from dbctl.roles.shard import Shard, ShardStart
-from dbctl.shards import ShardSpan, spans_within
+from dbctl.shards import READERS_IN_PLACE, ShardSpan, spans_within
 from dbctl.wire import Ack, CutPart, Message, Params, Peer, Position, Push, Return
 
 
@@ -251,7 +251,7 @@ class History:
                 n_fetch=n_fetch,
                 n_push=n_push,
                 overlap=overlap,
-                sole=self.replicas == 1,
+                few=self.replicas <= READERS_IN_PLACE,
                 slots=slots,
                 origin=mine.start,
                 partition=partition or 0,

@@ -27,7 +27,7 @@ def test_changes_name_the_key_and_both_values(overrides: list[str], said: list[s
         "version: 1\nname: a\ndata:\n  train: {source: digits, split: train}\n"
         "  test: {source: digits, split: test}\n"
         "network: {input: [64], layers: [{type: dense, units: 10}], loss: softmax}\n"
-        "optimizer: {type: downpour, batch_size: 4, rule: {type: sgd, rate: 0.1}}\n"
+        "optimizer: {type: downpour, batch_size: 4, overlap: true, rule: {type: sgd, rate: 0.1}}\n"
         "stop: {steps: 9}\nevaluate: off\n"
     )
     assert describe_changes(parse(text), parse(text, overrides=overrides)) == said

@@ -81,9 +81,15 @@ BLOCKING = (
 
 @pytest.mark.parametrize("partitions", [1, 2])
 @pytest.mark.parametrize(
-    ("settings", "in_place"), [((), True), ((BLOCKING,), True), ((BLOCKING, "replicas=2"), False)]
+    ("settings", "in_place"),
+    [
+        ((), True),
+        ((BLOCKING,), True),
+        ((BLOCKING, "replicas=2"), True),
+        ((BLOCKING, "replicas=3"), False),
+    ],
 )
-def test_only_workers_of_an_only_replica_read_where_the_shard_writes(
+def test_only_workers_of_one_or_two_replicas_read_where_the_shard_writes(
     tmp_path: Path, settings: tuple[str, ...], partitions: int, in_place: bool
 ) -> None:
     """A hand-out is read-only; a copy of one's own is not."""
@@ -91,7 +97,7 @@ def test_only_workers_of_an_only_replica_read_where_the_shard_writes(
     _, run = begin(TEXT, tmp_path / "r", overrides=(*cut, *settings))
     done(run)
     workers = [run.net.role(node.node) for node in run.life.plan.of_role("worker")]
-    assert len(workers) == partitions * (2 if "replicas=2" in settings else 1)
+    assert len(workers) == partitions * run.life.plan.experiment.replicas
     for worker in workers:
         assert isinstance(worker, Downpour)
         assert worker.local.parameters.flags.writeable is not in_place

@@ -170,9 +170,9 @@ def test_blocking_names_its_last_push_in_the_next_fetch() -> None:
 
 
 @pytest.mark.parametrize("partners", [{}, {1: "replica-0.1"}])
-def test_the_only_blocking_replica_gives_back_with_its_push(partners: dict[int, str]) -> None:
+def test_one_of_few_blocking_replicas_gives_back_with_its_push(partners: dict[int, str]) -> None:
     """What it was handed is read where it lies: no copy, and no word for it."""
-    worker = Worker(sole=True, partners=partners)
+    worker = Worker(few=True, partners=partners)
     [fetch] = only(Fetch, worker.join(1))
     sent = worker.answer(fetch, [4, 5])
     assert worker.gradient.seen == [(BEGINNING, [4, 5])]
@@ -180,11 +180,11 @@ def test_the_only_blocking_replica_gives_back_with_its_push(partners: dict[int, 
     assert [push.returned for push in only(Push, sent)] == ([] if partners else [1])
 
 
-@pytest.mark.parametrize("options", [{"overlap": True}, {"n_fetch": 2}, {"sole": False}])
+@pytest.mark.parametrize("options", [{"overlap": True}, {"n_fetch": 2}, {"few": False}])
 def test_a_replica_that_others_wait_for_or_that_moves_its_copy_gives_back_at_once(
     options: dict[str, Any],
 ) -> None:
-    worker = Worker(**({"sole": True} | options))
+    worker = Worker(**({"few": True} | options))
     [fetch] = only(Fetch, worker.join(1))
     sent = worker.answer(fetch, [4, 5])
     assert only(Return, sent) == [Return(1)]

@@ -91,7 +91,10 @@ EXAMPLE_SPEC = Experiment(
     replicas=2,
     shards=2,
     optimizer=DownpourSpec(
-        batch_size=32, rule=AdagradRuleSpec(rate=0.05), warmstart=Warmstart(steps=100)
+        batch_size=32,
+        rule=AdagradRuleSpec(rate=0.05),
+        warmstart=Warmstart(steps=100),
+        overlap=False,  # all on one host
     ),
     stop=StopSpec(epochs=20),
     evaluate=EvaluateSpec(every=Every(amount=1.0, unit="epochs")),
@@ -142,6 +145,24 @@ stop: {steps: 5}
     assert experiment.evaluate == EvaluateSpec(every=None)
     assert experiment.checkpoint == CheckpointSpec()
     assert experiment.optimizer == SgdSpec(batch_size=8, rule=SgdRuleSpec(rate=1.0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "overlap"),
+    [
+        ((), False),
+        (("optimizer.overlap=null",), False),
+        (("cluster={launcher: ssh, hosts: [{name: a}, {name: b}]}",), True),
+        (("optimizer.overlap=true",), True),
+        (("optimizer.overlap=false", "cluster={launcher: ssh, hosts: [{name: a}]}"), False),
+    ],
+)
+def test_workers_overlap_where_the_file_says_so_and_else_between_hosts(
+    settings: tuple[str, ...], overlap: bool
+) -> None:
+    optimizer = parse(EXAMPLE, overrides=settings).optimizer
+    assert isinstance(optimizer, DownpourSpec)
+    assert optimizer.overlap is overlap
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_a_worker_that_waits_for_each_push_has_one_slot() -> None:
     of_two, of_one, asked = (
         make(*said).of_role("worker")[0].memory_bytes
         for said in (
-            (),
+            ("optimizer.overlap=true",),
             ("optimizer.overlap=false",),
             ("optimizer.overlap=false", "optimizer.slots=9"),
         )

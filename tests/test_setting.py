@@ -248,7 +248,7 @@ def test_nodes_of_two_hosts_are_told_keys_and_those_of_one_are_not(tmp_path: Pat
 # -------------------------------------------------------------------------------- small things
 
 
-BLOCKING = "optimizer.overlap=false"
+BLOCKING, GOES_ON = "optimizer.overlap=false", "optimizer.overlap=true"
 ALONE = ("replicas=1", "optimizer.warmstart=null")
 
 
@@ -257,9 +257,9 @@ ALONE = ("replicas=1", "optimizer.warmstart=null")
     [
         (("replicas=3", "shards=1"), 3),
         (("replicas=3", "shards=1", BLOCKING), 3),  # of the others, who do not wait for this push
-        ((*ALONE, "shards=1"), 1),  # it goes on with the next step
+        ((*ALONE, "shards=1", GOES_ON), 1),  # it goes on with the next step
         ((*ALONE, "shards=1", BLOCKING), 0),
-        ((*ALONE, "shards=1", "threads=2", "partition={count: 2}"), 4),
+        ((*ALONE, "shards=1", "threads=2", "partition={count: 2}", GOES_ON), 4),
         ((*ALONE, "shards=1", "threads=2", "partition={count: 2}", BLOCKING), 0),
         ((*ALONE, "shards=1", BLOCKING, "optimizer.n_fetch=2"), 1),
     ],
@@ -284,7 +284,7 @@ def test_a_shard_updates_with_the_cores_that_are_left(
         assert shard.slices[0]._team._threads == threads
 
 
-@pytest.mark.parametrize("overrides", [(), (BLOCKING,), (BLOCKING, "optimizer.n_fetch=2")])
+@pytest.mark.parametrize("overrides", [(GOES_ON,), (BLOCKING,), (BLOCKING, "optimizer.n_fetch=2")])
 def test_a_worker_compiles_what_it_moves_parameters_with(
     overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

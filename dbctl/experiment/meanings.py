@@ -82,7 +82,8 @@ MEANINGS = {
     "n_push": "push every so many steps, the sum of their gradients",
     "warmstart": "`{steps: N}`: one replica alone does the first N steps",
     "Warmstart.steps": "of the one replica that begins",
-    "overlap": "fetch and push while computing; false: wait for both",
+    "overlap": "fetch and push while computing; false: wait for both. Not given: true on several "
+    "hosts (`launcher: ssh`), false on one, where to wait is faster",
     "max_lead": "how many steps a replica may be ahead of the slowest one",
     "staleness_scaling": "divide the rate by the staleness of a push, if that is above 1",
     "slots": "pushes of a worker that may be unacknowledged; 1 if it waits for each (`overlap`)",

@@ -38,6 +38,7 @@ from dbctl.experiment.specs import (
     HostSpec,
     RelativeToFile,
     SshCluster,
+    settled,
 )
 from dbctl.experiment.tree import (
     Listing,
@@ -90,7 +91,7 @@ def parse(
     problems += hosts.problems
     experiment = _read_all(tree, Experiment, (), file=file, directory=directory, problems=problems)
     assert isinstance(experiment, Experiment)
-    return experiment
+    return settled(experiment)
 
 
 def load_hosts(path: str) -> tuple[HostSpec, ...]:

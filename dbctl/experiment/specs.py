@@ -13,7 +13,7 @@ Schema from them, resolve.py rebuilds an experiment by them, and words.py says t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
@@ -154,7 +154,7 @@ class DownpourSpec:
     n_fetch: Count = 1
     n_push: Count = 1
     warmstart: Warmstart | None = None
-    overlap: bool = True
+    overlap: bool | None = None  # None: `settled` says
     clip: Positive | None = None
     l2: Annotated[float, Ge(0)] = 0.0
     max_lead: Count | None = None
@@ -346,3 +346,16 @@ class Experiment:
     checkpoint: CheckpointSpec = CheckpointSpec()
     cluster: ClusterSpec = LocalCluster()
     threads: Count | None = None
+
+
+def settled(experiment: Experiment) -> Experiment:
+    """With what a file leaves open and another key of it decides.
+
+    `overlap` hides the way between hosts. On one host there is none: who waits there gives its core
+    to the shard, and need not copy parameters to take its own last push off (docs/decisions.md).
+    """
+    optimizer = experiment.optimizer
+    if not isinstance(optimizer, DownpourSpec) or optimizer.overlap is not None:
+        return experiment
+    apart = isinstance(experiment.cluster, SshCluster)
+    return replace(experiment, optimizer=replace(optimizer, overlap=apart))

@@ -49,6 +49,7 @@ from dbctl.roles.batch_worker import BatchWorker, BatchWorkerStart
 from dbctl.roles.downpour import Downpour, DownpourStart
 from dbctl.roles.evaluator import Evaluator
 from dbctl.roles.shard import Shard, ShardStart
+from dbctl.shards import READERS_IN_PLACE
 
 TERM = 1
 
@@ -214,8 +215,8 @@ def build_worker(
         rate=lambda n: rate_at(rule.rate, rule.warm_up, n),
         n_fetch=client.n_fetch,
         n_push=client.n_push,
-        overlap=client.overlap,
-        sole=experiment.replicas == 1,
+        overlap=bool(client.overlap),
+        few=experiment.replicas <= READERS_IN_PLACE,
         clip=optimizer.clip,
         slots=client.slots_used,
         position=spec.position,

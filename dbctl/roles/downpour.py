@@ -39,7 +39,7 @@ class DownpourStart(WorkerStart):
     n_fetch: int = 1
     n_push: int = 1
     overlap: bool = True
-    sole: bool = False  # there is no other replica
+    few: bool = False  # replicas: hand-outs may be kept (shards.READERS_IN_PLACE)
     clip: float | None = None
     position: Position = BEGINNING
     tensors: Sequence[str] = ()  # of the whole network, in order; none: the gradient's own
@@ -54,7 +54,7 @@ class Downpour:
             rate=start.rate,
             later=start.n_push > 1,
             read_own=start.overlap,
-            in_place=start.sole and not start.overlap and start.n_fetch == 1,
+            in_place=start.few and not start.overlap and start.n_fetch == 1,
             allocate=allocate,
             resend_s=resend_s,
         )

@@ -28,7 +28,7 @@ class LocalCopy:
     A partition may hold none (it only pools, or others hold the weights it shares): no shards then.
 
     `rate(n)`: the rule's rate at a shard's n-th update. `later`: a push may sum gradients.
-    `in_place`: nobody else waits for a shard's buffers, and nothing moves the copy between fetches.
+    `in_place`: a buffer is left for who waits, and nothing moves the copy between fetches.
     Then there is none where one shard has it all: its answer is read where it lies, until the push.
     """
 

@@ -4,7 +4,7 @@ Rules of this file: pure (roles/base.py). Theory of operation (docs/protocol.md)
 Hello, numbers fetches, sends each push and keeps it until it is acknowledged, and sends again with
 doubling back-off whatever is not answered. A slot holds one push for all shards at once and is free
 when every one of them has acknowledged it. Nobody holds a hand-out while waiting: an answer is
-copied and given back at once, or kept by the only replica while it computes.
+copied and given back at once, or kept by one of few replicas while it computes.
 """
 
 from __future__ import annotations
