@@ -180,7 +180,7 @@ def _reads_in_place(experiment: Experiment, cut: NetworkCut) -> bool:
     optimizer = experiment.optimizer
     if isinstance(optimizer, SandblasterSpec) or experiment.replicas > READERS_IN_PLACE:
         return False
-    if optimizer.client.overlap or optimizer.client.n_fetch > 1:
+    if not optimizer.client.blocking:
         return False
     shards = shard_spans(cut.spans[-1].stop, experiment.shards, partitions=cut.spans)
     return all(len(spans_within(shards, span)) <= 1 for span in cut.spans)

@@ -17,7 +17,8 @@ from dbctl.region import Range
 SHARD_ALIGN = 16
 NEAR = 1 / 8  # of a slice: so far a cut may move, to where a partition ends
 N_PARAMETER_BUFFERS = 3  # of each shard: roles/handouts.py says what for
-# Replicas that may read a hand-out while they compute: a buffer is left to write.
+# Replicas that may read a hand-out while they compute. Who pushes holds none: the other one, and a
+# cut, leave a buffer to write.
 READERS_IN_PLACE = N_PARAMETER_BUFFERS - 1
 
 

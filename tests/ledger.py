@@ -31,7 +31,7 @@ from dbctl.roles.downpour import Downpour, DownpourStart
 from dbctl.roles.figures import Part
 from dbctl.roles.shard import Shard, ShardStart
 from dbctl.shards import READERS_IN_PLACE, ShardSpan, spans_within
-from dbctl.wire import Ack, CutPart, Message, Params, Peer, Position, Push, Return
+from dbctl.wire import Ack, CutPart, Fetch, Message, Params, Peer, Position, Push, Return
 
 
 class LedgerRule:
@@ -144,7 +144,8 @@ class Watch:
                 if message.seq > self._acked[sender.node, to]:
                     self._pushed.setdefault((sender.node, to, message.seq), (array, array.copy()))
                 self._check_pushed(sender.node, to)
-            case Return(returned):
+                self._check_out(to, sender.node, message.returned)
+            case Return(returned) | Fetch(returned=returned):
                 self._check_out(to, sender.node, returned)
             case Ack():
                 self._acknowledged(to, sender.node, message)
@@ -236,8 +237,10 @@ class History:
         return make_shard(start, allocate=PlainBuffer, resend_s=0.05)
 
     def _add_workers(self, random: Random) -> None:
-        n_fetch, n_push = random.choice([1, 1, 2, 3]), random.choice([1, 1, 2, 5])
-        overlap, slots = random.random() < 0.6, random.choice([2, 2, 3])
+        n_fetch, n_push = random.choice([1, 1, 1, 2, 3]), random.choice([1, 1, 2, 5])
+        overlap, slots = random.random() < 0.5, random.choice([2, 2, 3])
+        blocking = not overlap and n_fetch == 1
+        self.in_place = blocking and self.replicas <= READERS_IN_PLACE
         exact = overlap or (n_push == 1 and n_fetch == 1)
         for replica, partition in product(range(self.replicas), self.partitions):
             gradient = LedgerGradient(replica, self.replicas, exact=exact, partition=partition)
@@ -251,7 +254,7 @@ class History:
                 n_fetch=n_fetch,
                 n_push=n_push,
                 overlap=overlap,
-                few=self.replicas <= READERS_IN_PLACE,
+                in_place=self.in_place,
                 slots=slots,
                 origin=mine.start,
                 partition=partition or 0,

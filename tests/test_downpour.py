@@ -172,7 +172,7 @@ def test_blocking_names_its_last_push_in_the_next_fetch() -> None:
 @pytest.mark.parametrize("partners", [{}, {1: "replica-0.1"}])
 def test_one_of_few_blocking_replicas_gives_back_with_its_push(partners: dict[int, str]) -> None:
     """What it was handed is read where it lies: no copy, and no word for it."""
-    worker = Worker(few=True, partners=partners)
+    worker = Worker(in_place=True, partners=partners)
     [fetch] = only(Fetch, worker.join(1))
     sent = worker.answer(fetch, [4, 5])
     assert worker.gradient.seen == [(BEGINNING, [4, 5])]
@@ -180,11 +180,39 @@ def test_one_of_few_blocking_replicas_gives_back_with_its_push(partners: dict[in
     assert [push.returned for push in only(Push, sent)] == ([] if partners else [1])
 
 
-@pytest.mark.parametrize("options", [{"overlap": True}, {"n_fetch": 2}, {"few": False}])
+def test_what_is_read_in_place_is_kept_no_longer_than_a_step() -> None:
+    """Protocol, rule 8: nobody holds a hand-out while it waits for a grant, or for nothing."""
+    worker = Worker(in_place=True, n_push=2)
+    [fetch] = only(Fetch, worker.join(2))
+    [fetch] = only(Fetch, worker.answer(fetch))  # the push of step 0 has said so
+    assert fetch.returned == 1
+    assert only(Return, worker.answer(fetch)) == [Return(2)], "no push, and no grant"
+    worker = Worker(bad_at(0), in_place=True)
+    [fetch] = only(Fetch, worker.join(1))
+    assert only(Return, worker.answer(fetch)) == [Return(1)], "its gradient was refused"
+    worker = Worker(in_place=True)
+    [fetch] = only(Fetch, worker.join(5))
+    worker.tell(Halt(False), BOSS)
+    assert only(Return, worker.answer(fetch)) == [Return(1)], "halted before it computed"
+    worker.now += 1.0
+    assert only(Return, worker.go()) == [Return(1)], "nothing acknowledges it"
+
+
+def test_a_report_between_a_pass_and_its_push_counts_neither() -> None:
+    """Examples and position are of the same step, or a resume would count some twice."""
+    worker = Worker(in_place=True)
+    [fetch] = only(Fetch, worker.join())
+    [fetch] = only(Fetch, worker.answer(fetch))
+    worker.now += 10.0  # a report is due when the next pass is over, and nothing else is
+    [report] = only(Report, worker.answer(fetch, holds=1))
+    assert report.examples == 3 * report.position.step, report
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {"n_fetch": 2}, {}])
 def test_a_replica_that_others_wait_for_or_that_moves_its_copy_gives_back_at_once(
     options: dict[str, Any],
 ) -> None:
-    worker = Worker(**({"few": True} | options))
+    worker = Worker(**options)
     [fetch] = only(Fetch, worker.join(1))
     sent = worker.answer(fetch, [4, 5])
     assert only(Return, sent) == [Return(1)]

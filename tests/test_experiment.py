@@ -152,9 +152,13 @@ stop: {steps: 5}
     [
         ((), False),
         (("optimizer.overlap=null",), False),
+        (("cluster={launcher: ssh, hosts: [{name: a}]}",), False),
         (("cluster={launcher: ssh, hosts: [{name: a}, {name: b}]}",), True),
         (("optimizer.overlap=true",), True),
-        (("optimizer.overlap=false", "cluster={launcher: ssh, hosts: [{name: a}]}"), False),
+        (
+            ("optimizer.overlap=false", "cluster={launcher: ssh, hosts: [{name: a}, {name: b}]}"),
+            False,
+        ),
     ],
 )
 def test_workers_overlap_where_the_file_says_so_and_else_between_hosts(

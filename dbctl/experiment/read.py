@@ -38,7 +38,7 @@ from dbctl.experiment.specs import (
     HostSpec,
     RelativeToFile,
     SshCluster,
-    settled,
+    with_overlap,
 )
 from dbctl.experiment.tree import (
     Listing,
@@ -91,7 +91,7 @@ def parse(
     problems += hosts.problems
     experiment = _read_all(tree, Experiment, (), file=file, directory=directory, problems=problems)
     assert isinstance(experiment, Experiment)
-    return settled(experiment)
+    return with_overlap(experiment)
 
 
 def load_hosts(path: str) -> tuple[HostSpec, ...]:

@@ -154,7 +154,7 @@ class DownpourSpec:
     n_fetch: Count = 1
     n_push: Count = 1
     warmstart: Warmstart | None = None
-    overlap: bool | None = None  # None: `settled` says
+    overlap: bool | None = None  # None: `with_overlap` says
     clip: Positive | None = None
     l2: Annotated[float, Ge(0)] = 0.0
     max_lead: Count | None = None
@@ -169,6 +169,7 @@ class DownpourSpec:
     @property
     def blocking(self) -> bool:
         """A worker does not begin a step before its last push is in the parameters it reads."""
+        assert self.overlap is not None, "with_overlap was not asked"
         return not self.overlap and self.n_fetch == 1
 
     @property
@@ -348,14 +349,15 @@ class Experiment:
     threads: Count | None = None
 
 
-def settled(experiment: Experiment) -> Experiment:
-    """With what a file leaves open and another key of it decides.
+def with_overlap(experiment: Experiment) -> Experiment:
+    """Where a file leaves `overlap` open the hosts decide.
 
-    `overlap` hides the way between hosts. On one host there is none: who waits there gives its core
-    to the shard, and need not copy parameters to take its own last push off (docs/decisions.md).
+    It hides the way between them. On one host there is none: who waits there gives its core to the
+    shard, and need not copy parameters to take its own last push off (docs/decisions.md).
     """
     optimizer = experiment.optimizer
     if not isinstance(optimizer, DownpourSpec) or optimizer.overlap is not None:
         return experiment
-    apart = isinstance(experiment.cluster, SshCluster)
+    cluster = experiment.cluster
+    apart = isinstance(cluster, SshCluster) and len(cluster.members) > 1
     return replace(experiment, optimizer=replace(optimizer, overlap=apart))

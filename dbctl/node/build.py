@@ -207,6 +207,7 @@ def build_worker(
         batch_size=batch_size,
     )
     rule, client = optimizer.rule, optimizer.client
+    assert client.overlap is not None, "not settled"
     if not client.blocking:  # else it moves no parameters itself
         prepare(len(cut.span(spec.partition)), "float32")
     start = DownpourStart(
@@ -215,8 +216,8 @@ def build_worker(
         rate=lambda n: rate_at(rule.rate, rule.warm_up, n),
         n_fetch=client.n_fetch,
         n_push=client.n_push,
-        overlap=bool(client.overlap),
-        few=experiment.replicas <= READERS_IN_PLACE,
+        overlap=client.overlap,
+        in_place=client.blocking and experiment.replicas <= READERS_IN_PLACE,
         clip=optimizer.clip,
         slots=client.slots_used,
         position=spec.position,

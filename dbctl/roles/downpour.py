@@ -39,7 +39,7 @@ class DownpourStart(WorkerStart):
     n_fetch: int = 1
     n_push: int = 1
     overlap: bool = True
-    few: bool = False  # replicas: hand-outs may be kept (shards.READERS_IN_PLACE)
+    in_place: bool = False  # of few replicas (shards.READERS_IN_PLACE) that wait at each step
     clip: float | None = None
     position: Position = BEGINNING
     tensors: Sequence[str] = ()  # of the whole network, in order; none: the gradient's own
@@ -47,6 +47,7 @@ class DownpourStart(WorkerStart):
 
 class Downpour:
     def __init__(self, start: DownpourStart, *, allocate: Allocate, resend_s: float = 0.25) -> None:
+        assert not start.in_place or (start.n_fetch == 1 and not start.overlap), "moves its copy"
         self._start = start
         self._gradient = start.gradient
         self._rounds = Rounds(
@@ -54,7 +55,7 @@ class Downpour:
             rate=start.rate,
             later=start.n_push > 1,
             read_own=start.overlap,
-            in_place=start.few and not start.overlap and start.n_fetch == 1,
+            in_place=start.in_place,
             allocate=allocate,
             resend_s=resend_s,
         )
@@ -178,8 +179,11 @@ class Downpour:
         self._fetched_step = self.at.step + 1
         return self.local.ask(now, after=self.local.pushed - 1)
 
-    def _one_gradient(self) -> Generator[Exchange, Any, None]:
-        """Computes, checks, clips and accrues; what partitions must agree on, they agree on."""
+    def _one_gradient(self) -> Generator[Exchange, Any, BatchResult | None]:
+        """Computes, checks, clips and accrues; what partitions must agree on, they agree on.
+
+        None: it was refused.
+        """
         out = self.local.begin()
         result = yield from self._gradient.compute(self.at, self.local.parameters, out)
         clip = self._start.clip
@@ -190,14 +194,14 @@ class Downpour:
         if verdict.bad:
             self._totals.refused_one(f"step {self.at.step}, {verdict.bad}")
             self._fresh = True
-            return
+            return None
         if clip is not None:
             # Tensor by tensor in order, partition by partition within one.
             norm = sqrt(sum(sum(parts) for parts in zip(*verdict.said, strict=True)))
             clip_to(out, norm=norm, limit=clip)
         # A fetch before the next step replaces the copy: moving it would be for nothing.
         self.local.add(out, step=(self.at.step + 1) % self._start.n_fetch != 0)
-        self._totals.accepted(BatchResult(verdict.loss_sum, result.rows))
+        return BatchResult(verdict.loss_sum, result.rows)
 
     def _squares(self, out: Array) -> list[float]:
         """The sum of squares of each of the network's tensors, 0.0 of those held elsewhere."""
@@ -205,6 +209,9 @@ class Downpour:
         return [own.get(name, 0.0) for name in self._start.tensors or own]
 
     def _end_step(self, now: float) -> Effects:
+        # Not before: a report says examples and position of the same step.
+        if self._talk.result is not None:
+            self._totals.accepted(self._talk.result)
         step, spe = self.at.step, self._gradient.steps_per_epoch
         epoch, index = self.at.epoch, self.at.index + 1
         if index >= spe:
@@ -213,7 +220,10 @@ class Downpour:
         self.at = Position(step + 1, epoch, index)
         self._rounds.to(now, Phase.IDLE)
         effects = self._push(now) if step % self._start.n_push == 0 else []
-        if self._wants_report() or not self.can_go_on():
+        rests = not self.can_go_on()
+        if rests:
+            effects += self.local.rest(now)
+        if self._wants_report() or rests:
             effects += self._rounds.report(now, self)
         return effects
 
@@ -239,5 +249,6 @@ class Downpour:
         """The end: at its stop a run pushes what is unpushed; stopped by a signal it does not."""
         push = self._halt is None or self._halt.push
         effects = self._push(now) if push else []
+        effects += self.local.rest(now)
         self._rounds.to(now, Phase.FLUSH)
         return effects

@@ -28,7 +28,7 @@ class LocalCopy:
     A partition may hold none (it only pools, or others hold the weights it shares): no shards then.
 
     `rate(n)`: the rule's rate at a shard's n-th update. `later`: a push may sum gradients.
-    `in_place`: a buffer is left for who waits, and nothing moves the copy between fetches.
+    `in_place`: of few replicas, where who pushes holds nothing and nothing moves the copy.
     Then there is none where one shard has it all: its answer is read where it lies, until the push.
     """
 
@@ -146,6 +146,11 @@ class LocalCopy:
             self.bytes_fetched += part.nbytes
             effects += channel.give_back(now)
         return effects
+
+    def rest(self, now: float) -> Effects:
+        """No fetch or push follows for a while: what was kept is given back by its own word."""
+        self._let_go()
+        return [e for channel in self._channels for e in channel.say_returned(now)]
 
     def _let_go(self) -> None:
         if self._in_place:

@@ -82,6 +82,7 @@ class Channel:
         self._number = 0
         self._returned = 0
         self._kept = 0
+        self._told = 0  # the last Push, Fetch or Return said that so much is given back
         self._fetch: Fetch | None = None
         self._hello_timer = Timer(resend_s)
         patient_s = min(max(resend_s, 4 * len(span) / SLOW_LINE), MAX_PAYLOAD_BACK_OFF_S)
@@ -154,6 +155,7 @@ class Channel:
         assert not self.asked, f"{self.shard}: a second fetch while one is under way"
         self._number += 1
         self._fetch = Fetch(self.term, self._number, max(after, 0), self._returned, self.span.start)
+        self._told = self._returned
         self._fetch_timer.begin(now)
         return [Send(self.shard, self._fetch)]
 
@@ -163,11 +165,18 @@ class Channel:
         Nothing acknowledges a Return, and one that is lost can stop everybody: it is said again
         for as long as no newer one follows.
         """
-        self._return_timer.begin(now)
         assert self.answer is not None
         self._returned = self.answer.handout
         self.version = self.answer.version
         self.answer = None
+        return self.say_returned(now)
+
+    def say_returned(self, now: float) -> Effects:
+        """A word of its own for what is given back, if no other message has said it."""
+        if self._told == self._returned:
+            return []
+        self._told = self._returned
+        self._return_timer.begin(now)
         return [Send(self.shard, Return(self._returned))]
 
     def keep(self) -> Array:
@@ -179,12 +188,13 @@ class Channel:
         return kept
 
     def let_go(self) -> None:
-        """What was kept is the shard's again: the next Push or Fetch says so."""
+        """What was kept is the shard's again: a Push, a Fetch or `say_returned` says so next."""
         self._returned = self._kept
 
     def push(self, now: float, push: Push) -> Effects:
         assert push.seq == self._pushed + 1, f"push {push.seq} after {self._pushed}"
         self._pushed = push.seq
+        self._told = push.returned
         if not self._unacked:
             self._push_timer.begin(now)
         self._unacked[push.seq] = push
