@@ -196,7 +196,10 @@ def test_too_few_slots_are_said_with_the_sum() -> None:
 def test_the_text_of_the_plan() -> None:
     lines = list(plan_lines(make()))
     assert lines[0] == "parameters  7,510 in 4 tensors"
-    assert lines[1] == "a step      fetches 29.3 KiB and pushes 29.3 KiB a replica"
+    sizes = "a step      fetches 29.3 KiB and pushes 29.3 KiB a replica"
+    assert lines[1] == f"{sizes}, which waits for both"
+    between = "cluster={launcher: ssh, hosts: [{name: a}, {name: b}]}"
+    assert list(plan_lines(make(between)))[1] == f"{sizes}, which computes meanwhile"
     assert lines[2] == "rows        34, 33, 33 (one figure a replica)"
     assert lines[3] == ""
     assert [line.split()[0] for line in lines[4:]] == ["node", *(n.node for n in make().nodes)]

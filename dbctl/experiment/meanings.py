@@ -19,7 +19,7 @@ MEANINGS = {
     "replicas": "how many train at once",
     "min_replicas": "with fewer alive the run ends as failed",
     "shards": "processes that hold the parameters: equal shares, or up to where a partition ends, "
-    "if that is less than an eighth off",
+    "if that is less than an eighth off; at most one for each 16 parameters",
     "optimizer": "the method, the mini-batch and the rule of the updates",
     "stop": "whichever comes first",
     "evaluate": "when the test split is measured",

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from dbctl.data.sources import open_source
 from dbctl.errors import PlanError
 from dbctl.experiment.read import load
+from dbctl.experiment.specs import SandblasterSpec
 from dbctl.forecast import as_object, cuts_of, lines, parse_counts, tables
 from dbctl.launch.bootstrap import nobody
 from dbctl.launch.ssh_words import NOWHERE, Standing
@@ -101,7 +102,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     fetched, pushed = plan.bytes_a_step()
     yield f"parameters  {plan.n_parameters:,} in {len(plan.tensors)} tensors"
     sizes = f"fetches {describe_bytes(fetched)} and pushes {describe_bytes(pushed)}"
-    yield f"a step      {sizes} a replica"
+    yield f"a step      {sizes} a replica{_meanwhile(plan)}"
     if plan.experiment.initialize_from is not None:
         yield f"begin       with the parameters of {plan.experiment.initialize_from}"
     yield f"rows        {', '.join(f'{n:,}' for n in plan.rows if n)} (one figure a replica)"
@@ -119,6 +120,14 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield said
 
 
+def _meanwhile(plan: Plan) -> str:
+    """What a worker does while they are on their way: which is left open by most files."""
+    optimizer = plan.experiment.optimizer
+    if isinstance(optimizer, SandblasterSpec):
+        return ""
+    return ", which computes meanwhile" if optimizer.client.overlap else ", which waits for both"
+
+
 def plan_object(plan: Plan, standing: Standing = NOWHERE) -> dict[str, object]:
     """The plan as plain values."""
     fetched, pushed = plan.bytes_a_step()
@@ -128,6 +137,7 @@ def plan_object(plan: Plan, standing: Standing = NOWHERE) -> dict[str, object]:
         "parameters": plan.n_parameters,
         "bytes_fetched": fetched,
         "bytes_pushed": pushed,
+        "overlap": getattr(plan.experiment.optimizer, "overlap", None),
         "initialize_from": plan.experiment.initialize_from,
         "rows": plan.rows,
         "partitions": plan.cut.count,
