@@ -490,12 +490,16 @@ def test_what_standard_output_does_not_take_is_known_but_for_a_reader_that_is_go
 def test_an_error_of_input_or_output_is_a_reader_that_is_gone_only_of_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(text: str) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
     master, slave = pty.openpty()
     with open(slave, "w") as terminal, (tmp_path / "file").open("w") as file:
-        monkeypatch.setattr(file, "write", fail)
+        write = os.write
+
+        def fail(number: int, data: bytes) -> int:
+            if number == file.fileno():
+                raise OSError(errno.EIO, "Input/output error")
+            return write(number, data)
+
+        monkeypatch.setattr("dbctl.progress.stream.os.write", fail)
         streams = [Stream(terminal), Stream(file)]
         os.close(master)
         for stream in streams:
@@ -557,6 +561,87 @@ def test_a_reader_that_does_not_read_neither_stops_a_run_nor_loses_its_end(
         late.join()
     lines = [json.loads(line) for line in received]
     assert [line.get("i") for line in lines] == [*range(200), None]
+
+
+def test_a_terminal_that_nobody_reads_blocks_no_writer_and_loses_no_line() -> None:
+    """poll() calls it writable when it takes one byte; the rest of a line would block."""
+    master, slave = pty.openpty()
+    lines = [f"{i} " + "é" * 100 for i in range(MAX_WAITING)]
+    with open(slave, "w") as terminal:
+        try:
+            stream = Stream(terminal)
+            for line in lines:
+                stream.line(line)
+            assert stream._waiting, "the terminal took everything"
+            assert stream.write("a frame of a bar") == 16  # dropped
+            start = time.monotonic()
+            stream.drain(0.2)
+            assert time.monotonic() - start < 2.0
+            assert os.get_blocking(slave), "the descriptor is shared with others"
+            text = b""
+            while text.count(b"\n") < len(lines):
+                text += os.read(master, 1 << 16)
+                stream.drain(0.0)
+        finally:
+            os.close(master)  # frees a writer that blocks
+    assert text.decode().splitlines() == lines
+
+
+def test_a_terminal_with_room_for_half_a_line_end_is_not_asked_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_asked = 0
+
+    def full(number: int, data: bytes) -> int:
+        nonlocal n_asked
+        n_asked += 1
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    master, slave = pty.openpty()
+    with open(slave, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr("dbctl.progress.stream.os.write", full)
+        stream = Stream(terminal)
+        stream.line("x")
+        assert n_asked == 1
+        stream.drain(0.2)
+        assert 1 < n_asked < 30
+        patch.undo()
+        stream.drain(0.0)
+        assert os.read(master, 100) == b"x\r\n"
+    os.close(master)
+
+
+def test_what_a_terminal_took_the_beginning_of_is_ended_before_all_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = os.write
+    master, slave = pty.openpty()
+    with open(slave, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr("dbctl.progress.stream.os.write", lambda n, data: write(n, data[:3]))
+        stream = Stream(terminal)
+        stream.write("éé frame")
+        patch.undo()
+        stream.line("|next")
+        text = b""
+        while not text.endswith(b"\n"):
+            text += os.read(master, 100)
+    os.close(master)
+    assert text.decode() == "éé frame|next\r\n"
+
+
+def test_a_pipe_with_one_free_page_blocks_no_writer_of_escapes() -> None:
+    """A lone surrogate becomes six bytes."""
+    reader, writer = os.pipe()
+    size = fcntl.fcntl(writer, fcntl.F_GETPIPE_SZ)
+    with open(reader, "rb") as pipe, open(writer, "w") as out:
+        for _ in range(size // 4096 - 1):
+            os.write(writer, b"y" * 4096)
+        stream = Stream(out)
+        stream.line("\udcff" * 999)
+        assert len(stream._waiting) == 1
+        pipe.read(size - 4096)
+        stream.drain(0.0)
+        assert pipe.read(5995) == b"\\udcff" * 999 + b"\n"
 
 
 def test_the_newest_lines_are_kept_whole() -> None:

@@ -15,13 +15,15 @@ import errno
 import os
 import select
 import stat
+import time
 from collections import deque
 from typing import TextIO
 
 MAX_WAITING = 1000
-# A pipe that poll() calls writable takes PIPE_BUF (4,096) bytes without blocking; a character has
-# at most four.
-CHUNK_CHARS = 1000
+# A pipe that poll() calls writable takes so many bytes without blocking. A terminal may take one
+# only, or none where that one is half of a line end: it is asked again after a while.
+CHUNK_BYTES = select.PIPE_BUF
+AGAIN_S = 0.01
 _READER_GONE = (errno.EPIPE, errno.ECONNRESET)
 
 
@@ -34,7 +36,7 @@ class Stream:
         self._raw = raw
         self._open = True
         self.unwritten = ""
-        self._waiting: deque[str] = deque()
+        self._waiting: deque[bytes] = deque()
         self._poll: select.poll | None = None
         self._reader_gone: tuple[int, ...] = _READER_GONE
         reconfigure = getattr(raw, "reconfigure", None)
@@ -50,26 +52,39 @@ class Stream:
         self._poll.register(number, select.POLLOUT)
 
     def write(self, text: str) -> int:
-        """Show `text` now or not at all; its length in any case, as every text stream says."""
+        """Show `text` now or not at all; its length in any case, as every text stream says.
+
+        What the reader took the beginning of waits, so that no character and no line is cut.
+        """
         self.drain(0.0)
         if not self._waiting and self._ready(0.0):
-            self._put(text[:CHUNK_CHARS])
+            data = _encode(text)
+            taken = self._put(data)
+            if 0 < taken < len(data):
+                self._waiting.append(data[taken:])
         return len(text)
 
     def line(self, text: str) -> None:
         """Show `text` and a line end, in order, as soon as the reader takes them."""
         if len(self._waiting) >= MAX_WAITING:
             del self._waiting[1]  # the first may be half written
-        self._waiting.append(text + "\n")
+        self._waiting.append(_encode(text + "\n"))
         self.drain(0.0)
 
     def drain(self, wait_s: float) -> None:
         """Write what waits; the reader has `wait_s` to make room for each part."""
-        while self._waiting and self._ready(wait_s):
-            text = self._waiting.popleft()
-            if len(text) > CHUNK_CHARS:
-                self._waiting.appendleft(text[CHUNK_CHARS:])
-            self._put(text[:CHUNK_CHARS])
+        until = time.monotonic() + wait_s
+        while self._waiting and self._ready(max(0.0, until - time.monotonic())):
+            data = self._waiting.popleft()
+            taken = self._put(data)
+            if taken < len(data):
+                self._waiting.appendleft(data[taken:])
+            if taken > 0:
+                until = time.monotonic() + wait_s
+            elif time.monotonic() >= until:
+                return
+            else:
+                time.sleep(AGAIN_S)
 
     def flush(self) -> None:
         """Nothing to do: every write is flushed."""
@@ -90,18 +105,23 @@ class Stream:
     def _ready(self, wait_s: float) -> bool:
         return self._open and (self._poll is None or bool(self._poll.poll(wait_s * 1000)))
 
-    def _put(self, text: str) -> None:
+    def _put(self, data: bytes) -> int:
+        """Write what there is room for; how many bytes of `data` are done with."""
         try:
-            self._raw.write(text)
-            self._raw.flush()
+            if self._poll is None:
+                self._raw.write(data.decode())
+                self._raw.flush()
+                return len(data)
+            self._raw.flush()  # what others wrote before
+            return _write(self._raw.fileno(), data[:CHUNK_BYTES])
+        except BlockingIOError:
+            return 0
         except (OSError, ValueError) as error:
             number = getattr(error, "errno", None)
-            # EAGAIN: the descriptor does not block and is full; Python keeps the text and goes on.
-            if number == errno.EAGAIN:
-                return
             if number is not None and number not in self._reader_gone:
                 self.unwritten = os.strerror(number)
             self._silence()
+            return len(data)
 
     def _silence(self) -> None:
         """Write no more. What Python still holds must not fail again when the process ends."""
@@ -114,3 +134,23 @@ class Stream:
             os.close(null)
         except (OSError, ValueError):
             pass
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _write(number: int, data: bytes) -> int:
+    """os.write; a terminal takes what fits, where poll() promised one byte and more would block.
+
+    That needs a file description that does not block. The one we were given is shared with the
+    shell and others, so this is our own; it is opened for each time, and no fork keeps it.
+    """
+    try:
+        own = os.open(os.ttyname(number), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except OSError:  # no terminal, or one that may not be opened again, or hung up
+        return os.write(number, data)
+    try:
+        return os.write(own, data)
+    finally:
+        os.close(own)
