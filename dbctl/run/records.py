@@ -17,7 +17,8 @@ from dbctl.metrics import Metrics
 from dbctl.progress.display import Display
 from dbctl.progress.text import Snapshot, counted
 from dbctl.roles.base import Record
-from dbctl.roles.leader import UNMEASURED, Leader
+from dbctl.roles.cuts import replica_of
+from dbctl.roles.leader import UNMEASURED, Leader, Phase
 from dbctl.run.nodes import Node, Nodes, describe_end, tail_beside
 from dbctl.run.saver import Saved
 from dbctl.rundir import RunDir
@@ -47,7 +48,7 @@ class RunRecords:
         self._now = now
         self._metrics = Metrics(run_dir.metrics)
         self._status_at = 0.0
-        self._steps: dict[str, tuple[int, float]] = {}
+        self._steps: dict[str, tuple[int, float]] = {}  # of each worker, and since when
         self._warned: set[str] = set()
         self._told: dict[str, dict[str, Any]] = {}  # the last report of each node
         self.n_evaluations = 0
@@ -74,7 +75,7 @@ class RunRecords:
 
     def record(self, record: Record) -> None:
         fields = dict(record.fields)
-        measured = fields.pop("measured", None)
+        fields.pop("measured", None)
         self.append(record.event, **fields)
         if record.event in ("worker", "shard"):
             self._told[fields["node"]] = fields
@@ -94,7 +95,6 @@ class RunRecords:
                 )
             case "shipment":
                 self._display.event("shipment", _describe_shipment(fields), fields)
-        del measured
 
     def _warn_refused(self, fields: dict[str, Any]) -> None:
         self._warn_once(
@@ -239,15 +239,21 @@ class RunRecords:
         return text
 
     def _watch_stuck(self, now: float, nodes: Nodes) -> None:
-        """Beats without progress: a warning only; one gradient may take minutes."""
+        """Work without a step done: a warning only; one gradient may take minutes.
+
+        The steps are those reported: what a loop does for its timers is no progress.
+        """
+        leader = self._coordinator
+        is_running = leader.phase is Phase.RUNNING  # who has halted has steps left, and does none
         for name, node in nodes.nodes.items():
             if not name.startswith("worker-") or not node.alive:
                 continue
-            steps, since = self._steps.get(name, (-1, now))
-            if node.steps != steps:
-                self._steps[name] = (node.steps, now)
+            step = leader.figures.position(replica_of(name)).step
+            before, since = self._steps.get(name, (-1, now))
+            if step != before or not is_running or not leader.is_working(name):
+                self._steps[name] = (step, now)
                 self._warned.discard(f"stuck {name}")
-            elif now - since > STUCK_S and self._coordinator.is_working(name):
+            elif now - since > STUCK_S:
                 self._warn_once(f"stuck {name}", f"{name} has made no step for {STUCK_S:.0f} s")
 
 
