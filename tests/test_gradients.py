@@ -208,6 +208,8 @@ def test_a_step_that_overflows_is_silent(fast: bool) -> None:
     accrue(accrued, gradient)
     assert np.isinf(parameters).all()
     assert np.isinf(accrued).all()
+    step_from(accrued, -gradient, [gradient], rate=2.0, fast=fast)
+    assert np.isneginf(accrued).all()
 
 
 def test_the_accrued_gradient_of_appendix_7_1_is_a_sum() -> None:

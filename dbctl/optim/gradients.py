@@ -124,13 +124,14 @@ def step_from(
         return
     kernels = kernels_for(parameters, origin, *gradients, fast=_fast(parameters, fast))
     scalar = parameters.dtype.type
-    for start in range(0, parameters.size, _STEP_BLOCK):
-        at = slice(start, start + _STEP_BLOCK)
-        source = origin[at]
-        for gradient in gradients:
-            operands = Operands(parameters[at], source, gradient[at], scalar(0))
-            kernels.sgd(operands, rate=scalar(rate))
-            source = parameters[at]
+    with np.errstate(all="ignore"):
+        for start in range(0, parameters.size, _STEP_BLOCK):
+            at = slice(start, start + _STEP_BLOCK)
+            source = origin[at]
+            for gradient in gradients:
+                operands = Operands(parameters[at], source, gradient[at], scalar(0))
+                kernels.sgd(operands, rate=scalar(rate))
+                source = parameters[at]
 
 
 def accrue_and_step(
