@@ -101,10 +101,12 @@ def place(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     there = Place(sshd, tmp_path)
     yield there
-    files = Path(os.environ["XDG_STATE_HOME"]).rglob("*.json")
-    at_once(*(("stop-cluster", path.name.removesuffix(".json")) for path in files))
-    wait_for(lambda: not there.left(), f"nothing left of {there.left()}", 10.0)
-    there.close()
+    try:
+        files = Path(os.environ["XDG_STATE_HOME"]).rglob("*.json")
+        at_once(*(("stop-cluster", path.name.removesuffix(".json")) for path in files))
+        wait_for(lambda: not there.left(), f"nothing left of {there.left()}", 10.0)
+    finally:
+        there.close()
 
 
 def gone(*pids: int) -> bool:
@@ -309,9 +311,8 @@ def test_a_lost_connection_ends_the_run_and_a_lost_keeper_does_not(place: Place)
     with TrainRun(place.path, experiment(stop=steps), "--cluster", "three", name="on") as run:
         run.until_train()
         kill(pid)
-        step = run.step("worker-0.0")
-        assert step < 2_000, "it goes on without its keeper"
         assert run.finish() == 0, run.story()
+        assert run.status()["steps"] == 2_000, "it goes on without its keeper"
     Done("stop-cluster", "three").ok()
     [left] = place.directories()  # the killed keeper's
     shutil.rmtree(left)
@@ -448,49 +449,56 @@ def test_a_dry_run_shows_the_commands_and_starts_nothing(place: Place) -> None:
 # ------------------------------------------------------------------------- status and logs of a run
 
 
+@contextlib.contextmanager
+def following(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """`dbctl logs -f`, which a test that fails does not leave behind."""
+    words = [sys.executable, "-m", "dbctl", "logs", str(run_dir), "-f"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as followed:
+        try:
+            yield followed
+        finally:
+            followed.kill()
+
+
 def test_a_run_is_shown_while_it_runs_and_after(place: Place) -> None:
     place.launch(*place.hosts("a")).ok()
     stop = {"steps": 20_000}
     with TrainRun(place.path, experiment(stop=stop), "--cluster", "three") as run:
         run.until_train()
-        followed = subprocess.Popen(
-            [sys.executable, "-m", "dbctl", "logs", str(run.dir), "-f"],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        wait_for(lambda: run.status()["nodes"]["worker-0.0"]["staleness"] is not None, "a report")
-        # Each shard reports when it is its time, at first before a push has come.
-        wait_for(lambda: run.status()["nodes"]["shard-0"]["bytes_in"], "a report of this shard")
-        seen = Done("status", str(run.dir), "--json").json()
-        assert seen["state"] == "running"
-        worker, shard = seen["nodes"]["worker-0.0"], seen["nodes"]["shard-0"]
-        assert (worker["host"], worker["alive"]) == ("a", True)
-        assert worker["state"] in ("running", "waiting"), "for its next grant"
-        assert worker["examples_per_second"] > 0
-        assert worker["bytes_in"] > 0
-        assert worker["bytes_out"] > 0
-        assert worker["rss_bytes"] > 1 << 20
-        assert worker["staleness"] == 0.0, "one replica that waits"
-        assert (shard["state"], shard["examples_per_second"]) == ("up", None)
-        assert shard["bytes_in"] > 0
-        text = Done("status", str(run.dir)).ok()
-        assert re.search(r"^worker-0\.0 +a +\w+ +[\d,]+ +[\d,]+ +0\.00 ", text, re.MULTILINE)
-        run.signal(signal.SIGTERM)
-        assert run.finish() == 75
-        out, _ = followed.communicate(timeout=10.0)
-        assert followed.returncode == 0
+        with following(run.dir) as followed:
+            wait_for(
+                lambda: run.status()["nodes"]["worker-0.0"]["staleness"] is not None, "a report"
+            )
+            # Each shard reports when it is its time, at first before a push has come.
+            wait_for(lambda: run.status()["nodes"]["shard-0"]["bytes_in"], "a report of this shard")
+            seen = Done("status", str(run.dir), "--json").json()
+            assert seen["state"] == "running"
+            worker, shard = seen["nodes"]["worker-0.0"], seen["nodes"]["shard-0"]
+            assert (worker["host"], worker["alive"]) == ("a", True)
+            assert worker["state"] in ("running", "waiting"), "for its next grant"
+            assert worker["examples_per_second"] > 0
+            assert worker["bytes_in"] > 0
+            assert worker["bytes_out"] > 0
+            assert worker["rss_bytes"] > 1 << 20
+            assert worker["staleness"] == 0.0, "one replica that waits"
+            assert (shard["state"], shard["examples_per_second"]) == ("up", None)
+            assert shard["bytes_in"] > 0
+            text = Done("status", str(run.dir)).ok()
+            assert re.search(r"^worker-0\.0 +a +\w+ +[\d,]+ +[\d,]+ +0\.00 ", text, re.MULTILINE)
+            run.signal(signal.SIGTERM)
+            assert run.finish() == 75
+            out, _ = followed.communicate(timeout=10.0)
+            assert followed.returncode == 0
     for node in ("agent-0", "shard-0", "worker-0.0"):
         assert re.search(rf"^{re.escape(node)} +\| ", out, re.MULTILINE), out
-    assert "finished" in out.splitlines()[-1] or "ended" in out or "ends: finished" in out
+    assert out.splitlines()[-1].endswith(" agent-0 ends: finished"), out
     assert Done("status", str(run.dir), "--json", "--watch").json()["state"] == "stopped"
     alone = Done("logs", str(run.dir), "shard-0").ok()
     assert alone == run.log("shard-0")
     wrong = Done("logs", str(run.dir), "shard-7")
     assert wrong.status == 2
-    assert "there is no log of shard-7; there are agent-0, evaluator-0, shard-0" in wrong.err or (
-        "there is no log of shard-7; there are agent-0, shard-0" in wrong.err
-    )
+    assert "there is no log of shard-7; there are agent-0, shard-0" in wrong.err
 
 
 # ------------------------------------------------------------------------------------ three hosts
