@@ -640,10 +640,10 @@ def test_evaluations_that_were_due_and_not_made_are_told(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("made", "status", "left_out", "said"),
     [
-        ([2.2, 7.0], "done", 2, "1 of 3 measurements"),
+        ([2.2, 7.0], "done", 2, "1 of 3 measurements made besides the one at the end"),
         ([2.2, 4.1, 6.0, 7.0], "done", 0, ""),
-        ([2.2], "interrupted", 1, "1 of 3 measurements"),
-        ([], "interrupted", 2, "0 of 3 measurements"),
+        ([2.2], "interrupted", 1, "1 of 3 measurements made"),
+        ([], "interrupted", 2, "0 of 3 measurements made"),
         ([2.2, 4.4, 7.0], "done", 1, ""),  # as many as were asked for, with that of the end
         (
             [2.2, 7.0],
@@ -663,7 +663,7 @@ def test_the_measurement_of_an_end_where_none_is_due_is_none_of_those_due(
     run.records = [replace(last, fields=last.fields | {"epochs": at}) for at in made]
     assert run.end(Done(status)).evaluations_left_out == left_out
     told = [f for name, f in run.life.display.events if name == "evaluations_left_out"]
-    assert [f["text"].partition(" made: ")[0] for f in told] == ([said] if said else [])
+    assert [f["text"].partition(": ")[0] for f in told] == ([said] if said else [])
 
 
 def test_by_the_clock_no_evaluation_is_due_at_a_point(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ class Node:
     beat_at: float = 0.0
     has_beaten: bool = False
     started: bool = False
-    steps: int = 0
     rss_bytes: int = 0
     exited: Exited | None = None
     killed_at: float | None = None  # when its silence made us order its end; said again since
@@ -96,7 +95,7 @@ class Nodes:
                 return self._introduce_late(name) if self.ready else []
             case Beat():
                 node.beat_at, node.has_beaten = now, True
-                node.steps, node.rss_bytes = message.steps, message.rss_bytes
+                node.rss_bytes = message.rss_bytes
             case Exited():
                 node.exited = message
                 self._heard_at[node.agent] = now

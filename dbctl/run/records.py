@@ -158,9 +158,10 @@ class RunRecords:
         # A run that is stopped does not wait for the last one.
         n_left_out = max(0, due - n_made - (status in UNMEASURED))
         if n_left_out and self.n_evaluations < due:  # fewer than were asked for, the end's too
+            besides = " besides the one at the end" if is_extra else ""
             text = (
-                f"{n_made:,} of {counted(due, 'measurement')} made: one that is due while the one"
-                f" before is made, or passed between two reports, is left out"
+                f"{n_made:,} of {counted(due, 'measurement')} made{besides}: one that is due while"
+                f" the one before is made, or passed between two reports, is left out"
             )
             fields = {"left_out": n_left_out, "due": due}
             self._display.event("evaluations_left_out", text, fields)
