@@ -87,7 +87,8 @@ class Agent:
             look_s = LOOK_FORKED_S if self.children.waiting else LOOK_S
             messages = self.link.receive(max(0.0, min(self.children.due() - now, look_s)))
             if self.link.closed_by_parent:
-                return LET_GO
+                said = (m for peer, m in messages if peer.node == CONTROLLER)
+                return "finished" if any(isinstance(m, Finish) for m in said) else LET_GO
             if messages:
                 self.on_orders()
             for peer, message in messages:

@@ -147,6 +147,8 @@ def test_finish_and_the_parents_end_end_the_loop(children: Children, link: Queue
     link.queue.put((CONTROLLER, Finish()))
     assert make_agent(link, children).serve() == "finished"
     link.closed_by_parent = True
+    link.queue.put((CONTROLLER, Finish()))
+    assert make_agent(link, children).serve() == "finished", "heard together with the end"
     link.wake()
     assert make_agent(link, children).serve().startswith("standard input ended")
 
