@@ -59,7 +59,7 @@ SHARD = {
 
 def node(**changes: Any) -> Node:
     order = Start("shard-0", 1, ("x",), (), "{}")
-    known = {"endpoint": "ipc:///x", "pid": 17, "steps": 4, "rss_bytes": 3 << 20}
+    known = {"endpoint": "ipc:///x", "pid": 17, "rss_bytes": 3 << 20}
     return Node(order, "agent-1", (), host="left", **(known | changes))
 
 
